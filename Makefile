@@ -1,0 +1,40 @@
+# `make demo` and `make test` need only Python 3.11, git and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint docs clean help
+
+help:            ## this list
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs,monai,datasets,tensorboard]'
+	touch $@
+
+demo: $(STAMP)   ## set everything up and see the idea at work on embedded data
+	$(BIN)/scalelong demo
+
+lint: $(STAMP)   ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(STAMP)   ## build the site into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+test: lint docs  ## set everything up, lint, type-check, build the docs, run the tests
+	$(BIN)/pytest -n 2
+
+test-slow: $(STAMP)  ## compile matrix, kill-and-resume, two real ranks
+	$(BIN)/pytest -n 2 -m slow
+
+clean:           ## remove what make made
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache

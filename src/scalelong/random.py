@@ -1,0 +1,54 @@
+"""Random numbers that are a function of (seed, stream, index), not of how many were drawn before.
+
+Every random choice of a run (the order of the data, flips, t, noise) is read off a counter, so it does not depend on batch
+size, ranks, workers or on where a run was resumed. The generator is SplitMix64's finaliser over a hashed key.
+
+Shapes: B samples, each with its own index.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's >> keeps the sign of an int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """64 random bits per element, (B, *shape) int64; `index` is (B,) int64 and the rest of the key is the same for all."""
+    start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device=index.device)
+    key = _mix(_mix(start[0] * _GOLDEN) + start[1])
+    key = _mix(key + _mix(index.to(torch.int64) * _GOLDEN + 1))
+    counter = torch.arange(1, math.prod(shape) + 1, device=index.device)
+    bits = _mix(key[:, None] + counter * _GOLDEN)
+    return bits.view(index.shape[0], *shape)
+
+
+def uniform(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """U[0, 1) as (B, *shape) float64."""
+    return _shift_right(random_bits(seed, stream, index, shape), 11).double() * 2.0**-53
+
+
+def normal(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """N(0, 1) as (B, *shape) float32, by Box and Muller from the two halves of each 64 bits."""
+    bits = random_bits(seed, stream, index, shape)
+    radius = ((_shift_right(bits, 32)).float() + 0.5) * 2.0**-32
+    angle = (bits & 0xFFFFFFFF).float() * (2.0 * math.pi * 2.0**-32)
+    return torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)
