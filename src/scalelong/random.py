@@ -1,7 +1,7 @@
 """Random numbers that are a function of (seed, stream, index), not of how many were drawn before.
 
-Every random choice of a run (the order of the data, flips, t, noise) is read off a counter, so it does not depend on batch
-size, ranks, workers or on where a run was resumed. The generator is SplitMix64's finaliser over a hashed key.
+Every random choice of a run (the order of the data, flips, t, noise) is read off a counter, so it does not depend on
+batch size, ranks, workers or on where a run was resumed. The generator is SplitMix64's finaliser over a hashed key.
 
 Shapes: B samples, each with its own index.
 """
@@ -32,7 +32,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """64 random bits per element, (B, *shape) int64; `index` is (B,) int64 and the rest of the key is the same for all."""
+    """64 random bits per element, (B, *shape) int64; `index` is (B,) int64, the rest of the key is common."""
     start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device=index.device)
     key = _mix(_mix(start[0] * _GOLDEN) + start[1])
     key = _mix(key + _mix(index.to(torch.int64) * _GOLDEN + 1))

@@ -1,0 +1,327 @@
+"""How one long skip connection is scaled: the idea of ScaleLong (NeurIPS 2023), and nothing else.
+
+A U-shaped network has N long skips. Skip i = 1 is the OUTERMOST (first encoder block to last decoder block), i = N the
+innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
+
+    none         kappa_i = 1                             the usual network
+    universal    kappa_i = kappa                         one number for all skips
+    rsqrt2       kappa_i = 1 / sqrt(2)                   the number of earlier work
+    cs           kappa_i = kappa ** (i - 1)              Eq. 8, constant scaling
+    cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
+    ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling
+
+A `Scaling` gives the coefficient of a skip apart from applying it, so that a consumer can fuse the two.
+
+Shapes: B batch, T tokens, C channels, N the gated size (T or C). A skip is (B, T, C) or (B, C, *spatial).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Coefficient = float | Tensor
+Axis = Literal["tokens", "channels"]
+
+
+@dataclass(frozen=True)
+class SkipSize:
+    """What a gate must know of one skip: its sizes and how it is laid out."""
+
+    channels: int
+    tokens: int | None = None  # known and fixed only for transformers
+    channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
+
+
+# ----------------------------------------------------------------------------------------------- constant coefficients
+
+
+def universal_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """kappa_i = kappa for every skip."""
+    return [kappa] * num_skips
+
+
+def constant_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """CS, Eq. 8: kappa_i = kappa ** (i - 1); the outermost skip (i = 1) keeps 1."""
+    return [kappa ** (i - 1) for i in range(1, num_skips + 1)]
+
+
+def reversed_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """The control of Table 4: kappa_i = kappa ** (N - i + 1); the outermost skip is scaled the most."""
+    return [kappa ** (num_skips - i + 1) for i in range(1, num_skips + 1)]
+
+
+# ------------------------------------------------------------------------------------------------------------- scalings
+
+
+class Scaling(nn.Module):
+    """The coefficients of all long skips of one model; index i counts from 1 at the outermost skip."""
+
+    num_skips: int
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        """kappa_i: a number, or a tensor that broadcasts against the skip, (B, T, 1), (B, 1, C) or (B, C, 1, ...)."""
+        raise NotImplementedError
+
+    def forward(self, index: int, skip: Tensor) -> Tensor:
+        """kappa_i * x_i."""
+        coefficient = self.coefficient(index, skip)
+        return skip if isinstance(coefficient, float) and coefficient == 1.0 else skip * coefficient
+
+    def current(self) -> list[float]:
+        """kappa_i now: the constants, or the mean of what the gates gave on the last forward (nan before the first)."""
+        raise NotImplementedError
+
+
+class ConstantScaling(Scaling):
+    """none, universal, rsqrt2, cs, cs_reversed: one fixed number per skip.
+
+    The numbers also stand in the state dict, so that weights trained with them are not used without them unnoticed.
+    """
+
+    kappa: Tensor
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        super().__init__()
+        self.num_skips = len(coefficients)
+        self.values = tuple(float(c) for c in coefficients)
+        self.register_buffer("kappa", torch.tensor(self.values, dtype=torch.float32))
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002
+        return self.values[index - 1]
+
+    def current(self) -> list[float]:
+        return list(self.values)
+
+
+class LearnedScaling(Scaling):
+    """LS: kappa_i = gate_i(GAP(x_i)). Gates are shared by skips of equal size, or one stands at each skip.
+
+    axis="tokens" averages each token over its channels and gates tokens, as the paper does on transformers; it is tied
+    to one number of tokens. axis="channels" averages each channel over all positions and serves any resolution.
+    """
+
+    last_mean: Tensor
+
+    def __init__(
+        self, sizes: Sequence[SkipSize], axis: Axis, gates: Sequence[nn.Module], gate_of: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.num_skips = len(sizes)
+        self.sizes = tuple(sizes)
+        self.axis = axis
+        self.gates = nn.ModuleList(gates)
+        self.gate_of = tuple(gate_of)
+        self.register_buffer("last_mean", torch.full((len(sizes),), math.nan), persistent=False)
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        channel_dim = skip.ndim - 1 if self.sizes[index - 1].channels_last else 1
+        kept = 1 if self.axis == "tokens" else channel_dim
+        self._check_tokens(index, skip)
+        pooled = skip.mean(dim=[d for d in range(1, skip.ndim) if d != kept])  # GAP: (B, N)
+        gated: Tensor = self.gates[self.gate_of[index - 1]](pooled).to(skip.dtype)
+        self.last_mean[index - 1] = gated.detach().mean()
+        return gated.view([skip.shape[d] if d in (0, kept) else 1 for d in range(skip.ndim)])
+
+    def _check_tokens(self, index: int, skip: Tensor) -> None:
+        expected = self.sizes[index - 1].tokens
+        if self.axis == "tokens" and skip.shape[1] != expected:
+            raise ValueError(
+                f"scaling.axis: the gates of 'ls' were made for {expected} tokens, skip {index} has {skip.shape[1]}; "
+                "pass axis='channels' to serve several resolutions"
+            )
+
+    def current(self) -> list[float]:
+        return [float(mean) for mean in self.last_mean]
+
+
+# ---------------------------------------------------------------------------------------------------------- LS's gates
+
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
+
+
+def bottleneck(inputs: int, hidden: int, outputs: int, activation: str) -> nn.Sequential:
+    """zeta(x) = W1 act(W2 x) with biases (Eq. 11; Eq. 12 and 13 have the same form)."""
+    return nn.Sequential(nn.Linear(inputs, hidden), ACTIVATIONS[activation](), nn.Linear(hidden, outputs))
+
+
+class SqueezeExcite(nn.Module):
+    """module="se": sigmoid(zeta(p)), Eq. 10 and 11. Skips of d different sizes share one zeta of size N_min, each size
+    with its own encoder to N_min and decoder back (Eq. 12 and 13)."""
+
+    def __init__(self, sizes: Sequence[int], reduction: int, activation: str) -> None:
+        super().__init__()
+        smallest, distinct = min(sizes), sorted(set(sizes))
+        self.zeta = bottleneck(smallest, max(1, smallest // reduction), smallest, activation)
+        self.encoders, self.decoders = nn.ModuleDict(), nn.ModuleDict()
+        for size in distinct if len(distinct) > 1 else []:
+            hidden = size // max(1, size // 4)  # N_i / r_i with r_i = floor(N_i / 4)
+            self.encoders[str(size)] = bottleneck(size, hidden, smallest, activation)
+            self.decoders[str(size)] = bottleneck(smallest, hidden, size, activation)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        if not self.encoders:
+            return torch.sigmoid(self.zeta(pooled))
+        size = str(pooled.shape[1])
+        return torch.sigmoid(self.decoders[size](self.zeta(self.encoders[size](pooled))))
+
+
+class InstanceEnhance(nn.Module):
+    """module="ie": sigmoid(w * p + b), a scale and a shift for each pooled value; starts at 1/2 like "se" does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(size))
+        self.shift = nn.Parameter(torch.zeros(size))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return torch.sigmoid(self.scale * pooled + self.shift)
+
+
+class LearnableKappa(nn.Module):
+    """module="learnable": a plain number per skip, starting at 1, that looks at nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kappa = nn.Parameter(torch.ones(()))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.kappa.expand_as(pooled)
+
+
+# --------------------------------------------------------------------------------------- from a name and options to one
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """A method and its options, checked; what is written beside saved weights."""
+
+    method: str
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def create(method: str, **options: Any) -> ScalingConfig:
+        """Check the method, the names of its options and their values; fill in the defaults."""
+        if method not in METHODS:
+            near = difflib.get_close_matches(str(method), METHODS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"scaling.method: unknown {method!r}; {hint}choose one of {', '.join(METHODS)}")
+        defaults, check = METHODS[method].defaults, METHODS[method].check
+        for name in options:
+            if name not in defaults:
+                takes = ", ".join(defaults) or "no options"
+                raise TypeError(
+                    f"scaling.{name}: {method!r} has no such option (got {options[name]!r}); it takes {takes}"
+                )
+        complete = {**defaults, **options}
+        check(complete)
+        return ScalingConfig(method, complete)
+
+    def build(self, sizes: Sequence[SkipSize]) -> Scaling:
+        """The scaling for a model with these skips, outermost first."""
+        return METHODS[self.method].build(sizes, **self.options)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if k != "allow_amplify" or v)
+        return f"{self.method}({shown})" if shown else self.method
+
+
+@dataclass(frozen=True)
+class _Method:
+    build: Callable[..., Scaling]
+    defaults: Mapping[str, Any]
+    check: Callable[[Mapping[str, Any]], None] = lambda _: None
+
+
+def _check_kappa(options: Mapping[str, Any]) -> None:
+    kappa = options["kappa"]
+    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
+        raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; the paper advises 0.5 to 0.95")
+    if not (math.isfinite(kappa) and kappa > 0):
+        raise ValueError(f"scaling.kappa: must be in (0, 1], got {kappa}; the paper advises 0.5 to 0.95")
+    if kappa > 1 and not options["allow_amplify"]:
+        raise ValueError(
+            f"scaling.kappa: must be in (0, 1], got {kappa}; pass allow_amplify=True to use it as a control"
+        )
+
+
+def _check_learned(options: Mapping[str, Any]) -> None:
+    _check_choice("module", options["module"], ("se", "ie", "learnable"))
+    _check_choice("activation", options["activation"], ACTIVATIONS)
+    _check_choice("axis", options["axis"], ("auto", "tokens", "channels"))
+    reduction = options["reduction"]
+    if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
+        raise ValueError(
+            f"scaling.reduction: must be a whole number of at least 1, got {reduction!r}; the paper has 16"
+        )
+    if not isinstance(options["shared"], bool):
+        raise TypeError(f"scaling.shared: must be True or False, got {options['shared']!r}")
+
+
+def _check_choice(key: str, value: Any, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"scaling.{key}: unknown {value!r}; choose one of {', '.join(allowed)}")
+
+
+def _build_learned(
+    sizes: Sequence[SkipSize], shared: bool, reduction: int, module: str, activation: str, axis: str
+) -> Scaling:
+    chosen = _choose_axis(sizes, axis)
+    gated = [_gated_size(size, chosen) for size in sizes]
+    one_each = list(range(len(sizes)))
+    if module == "learnable":
+        return LearnedScaling(sizes, chosen, [LearnableKappa() for _ in sizes], one_each)
+    if module == "ie" and shared:
+        distinct = sorted(set(gated))
+        gates = [InstanceEnhance(size) for size in distinct]
+        return LearnedScaling(sizes, chosen, gates, [distinct.index(size) for size in gated])
+    if module == "ie":
+        return LearnedScaling(sizes, chosen, [InstanceEnhance(size) for size in gated], one_each)
+    if shared:
+        return LearnedScaling(sizes, chosen, [SqueezeExcite(gated, reduction, activation)], [0] * len(sizes))
+    return LearnedScaling(sizes, chosen, [SqueezeExcite([size], reduction, activation) for size in gated], one_each)
+
+
+def _choose_axis(sizes: Sequence[SkipSize], axis: str) -> Axis:
+    """The paper gates tokens on transformers and channels on convolutional networks."""
+    if axis == "channels" or (axis == "auto" and not all(size.channels_last for size in sizes)):
+        return "channels"
+    return "tokens"
+
+
+def _gated_size(size: SkipSize, axis: Axis) -> int:
+    if axis == "channels":
+        return size.channels
+    if not size.channels_last:
+        raise ValueError(
+            "scaling.axis: 'tokens' needs a transformer; this model's skips are images, use axis='channels'"
+        )
+    if size.tokens is None:
+        raise ValueError("scaling.axis: the number of tokens of this model is not fixed; use axis='channels'")
+    return size.tokens
+
+
+def _constant(coefficients: Callable[[int, float], list[float]]) -> Callable[..., Scaling]:
+    def build(sizes: Sequence[SkipSize], kappa: float, allow_amplify: bool) -> Scaling:  # noqa: ARG001
+        return ConstantScaling(coefficients(len(sizes), kappa))
+
+    return build
+
+
+_KAPPA: Mapping[str, Any] = {"kappa": 0.7, "allow_amplify": False}
+_LEARNED: Mapping[str, Any] = {"shared": True, "reduction": 16, "module": "se", "activation": "relu", "axis": "auto"}
+
+METHODS: Mapping[str, _Method] = {
+    "none": _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), 1.0)), {}),
+    "universal": _Method(_constant(universal_coefficients), _KAPPA, _check_kappa),
+    "rsqrt2": _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), 2**-0.5)), {}),
+    "cs": _Method(_constant(constant_coefficients), _KAPPA, _check_kappa),
+    "cs_reversed": _Method(_constant(reversed_coefficients), _KAPPA, _check_kappa),
+    "ls": _Method(_build_learned, _LEARNED, _check_learned),
+}
