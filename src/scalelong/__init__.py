@@ -1,1 +1,34 @@
-"""x"""
+"""Stable training of U-shaped diffusion models by scaling their long skip connections (ScaleLong, NeurIPS 2023).
+
+import scalelong
+handle = scalelong.apply(model, "cs", kappa=0.7)
+print(handle)
+"""
+
+from scalelong.skips import (
+    Handle,
+    LongSkip,
+    apply,
+    coefficients,
+    find_skips,
+    from_pretrained,
+    load,
+    remove,
+    save,
+    skip_table,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Handle",
+    "LongSkip",
+    "apply",
+    "coefficients",
+    "find_skips",
+    "from_pretrained",
+    "load",
+    "remove",
+    "save",
+    "skip_table",
+]

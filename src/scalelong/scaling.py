@@ -64,6 +64,7 @@ class Scaling(nn.Module):
     """The coefficients of all long skips of one model; index i counts from 1 at the outermost skip."""
 
     num_skips: int
+    config: ScalingConfig
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         """kappa_i: a number, or a tensor that broadcasts against the skip, (B, T, 1), (B, 1, C) or (B, C, 1, ...)."""
@@ -225,7 +226,13 @@ class ScalingConfig:
 
     def build(self, sizes: Sequence[SkipSize]) -> Scaling:
         """The scaling for a model with these skips, outermost first."""
-        return METHODS[self.method].build(sizes, **self.options)
+        scaling = METHODS[self.method].build(sizes, **self.options)
+        scaling.config = self
+        return scaling
+
+    def to_json(self, num_skips: int) -> dict[str, Any]:
+        """What is stored beside weights."""
+        return {"method": self.method, "options": dict(self.options), "num_skips": num_skips}
 
     def __str__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if k != "allow_amplify" or v)

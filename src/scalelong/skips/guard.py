@@ -1,0 +1,85 @@
+"""Refusals: what must not happen to a scaled model unnoticed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.scaling import ConstantScaling, Scaling
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Hooks put on a module after it was compiled or wrapped are not run or not seen: refuse wrappers."""
+    wrappers = {
+        "OptimizedModule": "torch.compile",
+        "DistributedDataParallel": "DDP",
+        "FullyShardedDataParallel": "FSDP",
+    }
+    wrapper = wrappers.get(type(model).__name__)
+    if wrapper is not None:
+        raise TypeError(
+            f"model: apply scalelong before {wrapper}, to the module that it wraps, got {type(model).__name__}"
+        )
+
+
+def check_state_dict(
+    model: nn.Module,
+    state_dict: MutableMapping[str, Tensor],
+    prefix: str,
+    _metadata: Any,
+    strict: bool,
+    *_: Any,
+) -> None:
+    """Before a scaled model loads weights: were they trained with the same scaling? Nothing is loaded if not."""
+    scaling = model._modules["scalelong"]
+    if not isinstance(scaling, Scaling):
+        return
+    here = f"{prefix}scalelong."
+    given = {key.removeprefix(here): value for key, value in state_dict.items() if key.startswith(here)}
+    expected = scaling.state_dict()
+    if not given:
+        _handle_missing(scaling, state_dict, here, strict)
+        return
+    if given.keys() != expected.keys():
+        raise ValueError(
+            f"state_dict.{here}*: the weights were saved with another scaling than {scaling.config}: they hold "
+            f"{sorted(given)}, the model {sorted(expected)}; apply the scaling they were trained with first"
+        )
+    for key, value in expected.items():
+        if given[key].shape != value.shape:
+            raise ValueError(
+                f"state_dict.{here}{key}: shape {tuple(given[key].shape)} does not fit {tuple(value.shape)} of "
+                f"{scaling.config} on {scaling.num_skips} skips; the weights belong to another number or size of skips"
+            )
+    if isinstance(scaling, ConstantScaling) and not _close(given["kappa"], scaling.values):
+        saved = [round(float(k), 4) for k in given["kappa"]]
+        raise ValueError(
+            f"state_dict.{here}kappa: the weights were trained with {saved}, the model applies "
+            f"{[round(k, 4) for k in scaling.values]}; apply the same method and kappa first"
+        )
+
+
+def _handle_missing(scaling: Scaling, state_dict: MutableMapping[str, Tensor], here: str, strict: bool) -> None:
+    if strict and not isinstance(scaling, ConstantScaling):
+        raise ValueError(
+            f"state_dict.{here}*: the weights hold no gates for {scaling.config}; "
+            "pass strict=False to keep the gates the model has"
+        )
+    warnings.warn(
+        f"the weights being loaded say nothing of a scaling (no {here}*): they were trained without one, "
+        f"the model goes on with {scaling.config}",
+        stacklevel=4,
+    )
+    if strict:
+        state_dict.update({f"{here}{key}": value for key, value in scaling.state_dict().items()})
+
+
+def _close(given: Tensor, values: tuple[float, ...]) -> bool:
+    """Equal up to what half precision rounds."""
+    if given.is_meta:
+        return True
+    return torch.allclose(given.detach().double().cpu(), torch.tensor(values).double(), rtol=1e-2, atol=1e-6)

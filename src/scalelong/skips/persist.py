@@ -1,0 +1,134 @@
+"""Save a scaled model and get it back with its method, kappa and gates."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import safe_open
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from scalelong.scaling import ScalingConfig
+from scalelong.skips.attach import CONFIG_KEY, ROOT_NAME, apply, find_skips, is_scaled, remove, scaling_of
+
+WEIGHTS_NAME = "model.safetensors"
+SCALING_NAME = "scalelong.json"
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def save(model: nn.Module, folder: str | Path) -> Path:
+    """Write the weights, gates among them, as safetensors and the scaling as JSON; each file appears whole or not at all."""
+    scaling = scaling_of(model)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as staged:
+        save_model(model, str(Path(staged) / WEIGHTS_NAME))
+        text = json.dumps(scaling.config.to_json(scaling.num_skips), indent=2)
+        (Path(staged) / SCALING_NAME).write_text(text + "\n")
+        for name in (WEIGHTS_NAME, SCALING_NAME):
+            (Path(staged) / name).replace(folder / name)
+    return folder
+
+
+def load(model: Model, folder: str | Path) -> Model:
+    """Load what `save` wrote into `model`, putting the saved scaling on it if it has none yet."""
+    folder = Path(folder)
+    for name in (WEIGHTS_NAME, SCALING_NAME):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: not found; a folder written by scalelong.save holds it")
+    config, num_skips = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
+    with _scaled_as(model, config, num_skips):
+        load_model(model, str(folder / WEIGHTS_NAME))
+    return model
+
+
+def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Model:
+    """`cls.from_pretrained(folder)` with the scaling that the diffusers model carried when `save_pretrained` wrote it."""
+    source = _local_folder(folder) / options.pop("subfolder", "")
+    stored = json.loads((source / "config.json").read_text()).get(CONFIG_KEY)
+    if stored is None:
+        raise ValueError(
+            f"{source / 'config.json'}: holds no {CONFIG_KEY!r}; it was saved without a scaling, "
+            f"use {cls.__name__}.from_pretrained and scalelong.apply"
+        )
+    config, num_skips = _read_scaling(stored, str(source / "config.json"))
+    with _quiet_diffusers():
+        model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
+    _drop_stale_entry(model)
+    gates = _read_gates(source)
+    with _scaled_as(model, config, num_skips):
+        scaling_of(model).load_state_dict(gates)
+    return model
+
+
+def _read_scaling(stored: Any, where: str) -> tuple[ScalingConfig, int]:
+    if not isinstance(stored, dict) or not {"method", "options", "num_skips"} <= stored.keys():
+        raise ValueError(f"{where}: must hold method, options and num_skips, got {stored!r}")
+    return ScalingConfig.create(stored["method"], **stored["options"]), int(stored["num_skips"])
+
+
+@contextmanager
+def _scaled_as(model: nn.Module, config: ScalingConfig, num_skips: int) -> Iterator[None]:
+    """The model carries this scaling inside and, unless an error leaves the block, afterwards."""
+    found = len(find_skips(model))
+    if found != num_skips:
+        raise ValueError(
+            f"num_skips: the saved scaling is of {num_skips} skips, this {type(model).__name__} has {found}"
+        )
+    if is_scaled(model):
+        if scaling_of(model).config != config:
+            raise ValueError(
+                f"scaling: the model carries {scaling_of(model).config}, the saved one is {config}; "
+                "call scalelong.remove(model) first"
+            )
+        yield
+        return
+    apply(model, config.method, **config.options)
+    try:
+        yield
+    except BaseException:
+        remove(model)
+        raise
+
+
+def _local_folder(folder: str | Path) -> Path:
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _drop_stale_entry(model: Any) -> None:
+    """diffusers keeps unknown entries of config.json in some versions: `apply` writes its own."""
+    entries = model._internal_dict
+    model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})
+
+
+def _read_gates(folder: Path) -> dict[str, Tensor]:
+    gates: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                if key.startswith(f"{ROOT_NAME}."):
+                    gates[key.removeprefix(f"{ROOT_NAME}.")] = tensors.get_tensor(key)
+    return gates
+
+
+@contextmanager
+def _quiet_diffusers() -> Iterator[None]:
+    """diffusers warns of the entries and weights it does not know; here they are read right after."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

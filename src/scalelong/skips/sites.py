@@ -1,0 +1,115 @@
+"""What a long skip is, and the ways a module can be handed one.
+
+A consumer is the module whose call brings the skip into the decoder. A `Take` says where in that call the skip stands and
+gives back the same call with the skip scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from scalelong.scaling import Scaling, SkipSize
+
+Reach = Literal["full", "partial", "shortcut"]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Take(Protocol):
+    """Where a skip stands in its consumer's call."""
+
+    def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        """The call with skip `index` scaled."""
+        ...
+
+
+@dataclass(frozen=True)
+class Argument:
+    """The skip is one whole argument, by position or by keyword; None (no skip in this call) stays None."""
+
+    position: int
+    keyword: str
+
+    def get(self, call: Call) -> Any:
+        args, kwargs = call
+        return kwargs[self.keyword] if self.keyword in kwargs else args[self.position]
+
+    def put(self, call: Call, value: Any) -> Call:
+        args, kwargs = call
+        if self.keyword in kwargs:
+            return args, {**kwargs, self.keyword: value}
+        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
+
+    def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        skip = self.get(call)
+        return call if skip is None else self.put(call, scaling(index, skip))
+
+
+@dataclass(frozen=True)
+class Item:
+    """The skip is one item of an argument that is a tuple or list; items count from the end, -1 is used first."""
+
+    argument: Argument
+    item: int
+
+    def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        items = self.argument.get(call)
+        if items[self.item] is None:
+            return call
+        position = len(items) + self.item
+        replaced = [scaling(index, skip) if at == position else skip for at, skip in enumerate(items)]
+        return self.argument.put(call, type(items)(replaced))
+
+
+@dataclass(frozen=True)
+class LastChannels:
+    """The skip is already concatenated: the last `channels` of an argument's channels (dimension 1)."""
+
+    argument: Argument
+    channels: int
+
+    def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        joined: Tensor = self.argument.get(call)
+        hidden, skip = joined[:, : -self.channels], joined[:, -self.channels :]
+        return self.argument.put(call, torch.cat([hidden, scaling(index, skip)], dim=1))
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The consumer takes the coefficient beside the skip and applies it itself (backbones of ours)."""
+
+    argument: Argument
+
+    def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        args, kwargs = call
+        return args, {**kwargs, "coefficient": scaling.coefficient(index, self.argument.get(call))}
+
+
+@dataclass(frozen=True)
+class LongSkip:
+    """One long skip connection of a model."""
+
+    index: int  # 1 = outermost
+    made_in: str  # the module whose output is the skip
+    used_in: str  # the module where it joins the decoder
+    size: SkipSize
+    reach: Reach  # how much of what follows sees kappa, see docs/families.md
+    consumer: str  # the module whose call is taken hold of
+    take: Take
+
+
+def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:
+    """The skips as a text table, outermost first, with their coefficients where given."""
+    header = ["i", "made in", "used in", "channels", "tokens", "reach"] + (["kappa"] if coefficients else [])
+    rows = [header]
+    for skip in skips:
+        size = skip.size
+        row = [str(skip.index), skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
+        rows.append(row + ([f"{coefficients[skip.index - 1]:.4g}"] if coefficients else []))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
