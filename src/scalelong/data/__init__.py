@@ -1,0 +1,28 @@
+"""Where images come from, and which of them is drawn when."""
+
+from scalelong.data.base import MemorySource, Source
+from scalelong.data.cache import Problem, cache_dir
+from scalelong.data.errors import DataError
+from scalelong.data.fetch import check
+from scalelong.data.images import to_float, to_uint8
+from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader, sample_to_item
+from scalelong.data.sources import KNOWN, load_source
+
+__all__ = [
+    "KNOWN",
+    "Batch",
+    "DataError",
+    "DeviceLoader",
+    "Loader",
+    "MemorySource",
+    "Problem",
+    "Source",
+    "StreamLoader",
+    "cache_dir",
+    "check",
+    "load_source",
+    "make_loader",
+    "sample_to_item",
+    "to_float",
+    "to_uint8",
+]

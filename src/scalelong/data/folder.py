@@ -1,0 +1,134 @@
+"""Any folder of images; sub-folders, where there are two or more, are the classes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from scalelong.data.base import Source, update_with_annotations
+from scalelong.data.errors import DataError
+from scalelong.data.images import EXTENSIONS, fit, open_rgb, to_tensor
+
+SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
+
+
+class FolderSource(Source):
+    """Files are read when they are asked for: decoded, cropped to the centre square, resized, RGB."""
+
+    def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
+        root = Path(path).expanduser()
+        self.folder = split_folder(root, split)
+        self.name = f"folder:{path}"
+        self.files = image_files(self.folder)
+        self.image_size = image_size
+        self.captions = None
+        self.class_names = _classes(self.files, self.folder)
+        self.num_classes = len(self.class_names)
+        self.labels = _labels(self.files, self.class_names)
+        if image_size is None:
+            width, height = self.open(0).size
+            self.shape = (3, height, width)
+        else:
+            self.shape = (3, image_size, image_size)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, item: int) -> Tensor:
+        image = self.open(item)
+        if self.image_size is not None:
+            return to_tensor(fit(image, self.image_size))
+        _, height, width = self.shape
+        if image.size != (width, height):
+            raise DataError(
+                f"{self.folder / self.files[item]}: {image.size[0]} x {image.size[1]} pixels, but the first image has "
+                f"{width} x {height}; set data.image_size to crop and resize all of them"
+            )
+        return to_tensor(image)
+
+    def open(self, item: int) -> Image.Image:
+        """One whole image, before cropping."""
+        path = self.folder / self.files[item]
+        return open_rgb(path, str(path))
+
+    def _digest(self) -> str:
+        """Over the manifest: the shape, and each file's name and size."""
+        digest = hashlib.sha256(repr(self.shape).encode())
+        for name in self.files:
+            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
+        update_with_annotations(digest, self.labels, self.captions)
+        return digest.hexdigest()
+
+
+def split_folder(root: Path, split: str) -> Path:
+    """`root`/`split` where all sub-folders are splits; else `root` itself, which is then all training data."""
+    children = (
+        {child.name for child in root.iterdir() if _visible(child) and child.is_dir()} if root.is_dir() else set()
+    )
+    if children and children <= SPLIT_NAMES:
+        if split not in children:
+            raise DataError(f"data.split: {root} has no {split!r}; it has {', '.join(sorted(children))}", "missing")
+        return root / split
+    if split != "train":
+        raise DataError(
+            f"data.split: {root} has no sub-folder {split!r}; use 'train', or make train/ and {split}/", "missing"
+        )
+    return root
+
+
+def image_files(folder: Path) -> list[str]:
+    """All image files below `folder`, as sorted relative paths with forward slashes."""
+    if not folder.is_dir():
+        raise DataError(f"data.name: {folder} is not an existing folder; check the path", "missing")
+    files = sorted(_walk(folder))
+    if not files:
+        raise DataError(
+            f"data.name: {folder} holds no images ({', '.join(sorted(EXTENSIONS))}); check the path, "
+            f"or use hf:{folder} if it was saved by Hugging Face datasets",
+            "missing",
+        )
+    return files
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    seen = set()
+    for directory, children, names in os.walk(folder, followlinks=True):
+        place = Path(directory).resolve()
+        if place in seen:
+            children.clear()  # a link back to where we have been
+            continue
+        seen.add(place)
+        children[:] = sorted(child for child in children if not child.startswith((".", "__MACOSX")))
+        for name in names:
+            if not name.startswith(".") and Path(name).suffix.lower() in EXTENSIONS:
+                yield (Path(directory) / name).relative_to(folder).as_posix()
+
+
+def _visible(path: Path) -> bool:
+    return not path.name.startswith((".", "__MACOSX"))
+
+
+def _classes(files: list[str], folder: Path) -> list[str]:
+    """The first-level sub-folders, sorted; none where images lie at the top or in one sub-folder only."""
+    parts = [PurePosixPath(name).parts for name in files]
+    names = sorted({part[0] for part in parts if len(part) > 1})
+    loose = next((name for name, part in zip(files, parts, strict=True) if len(part) == 1), None)
+    if names and loose:
+        raise DataError(
+            f"{folder / loose}: an image beside the sub-folder {names[0]!r}; put every image into a class folder, "
+            "or all of them into one folder"
+        )
+    return names if len(names) > 1 else []
+
+
+def _labels(files: list[str], class_names: list[str]) -> Tensor | None:
+    if not class_names:
+        return None
+    number = {name: label for label, name in enumerate(class_names)}
+    return torch.tensor([number[name.split("/", 1)[0]] for name in files])

@@ -1,0 +1,201 @@
+"""Which item is drawn at which place of a run, and how it gets to the device.
+
+The order and the flips are functions of (seed, global sample index): batch size, ranks, workers and resuming change nothing.
+Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run; an item is a row
+of the source.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from scalelong.data.base import Source
+from scalelong.data.errors import DataError
+from scalelong.data.images import threaded, to_float
+from scalelong.random import random_bits
+
+_RESIDENT_LIMIT_BYTES = 2**31
+
+_Request = tuple[list[int], list[int]]  # global indices, items
+_Reply = tuple[list[int], list[int], Tensor | DataError]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one micro-step sees."""
+
+    images: Tensor  # float32 (B, C, H, W) in [-1, 1], on the device
+    labels: Tensor | None  # int64 (B,), on the device
+    index: Tensor  # int64 (B,) global sample indices, on the device
+    items: Tensor  # int64 (B,) rows of the source, on the CPU (captions, file names)
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, n: int, epoch: int) -> Tensor:
+    """The order of one epoch: the items sorted by a random key per place."""
+    place = torch.arange(epoch * n, (epoch + 1) * n)
+    return torch.argsort(random_bits(seed, "order", place), stable=True)
+
+
+def sample_to_item(seed: int, n: int, index: Tensor) -> Tensor:
+    """The item at each global sample index; every epoch of n samples is a fresh permutation."""
+    if n < 1:
+        raise ValueError(f"data: a source needs at least one item, got {n}")
+    index = index.to(device="cpu", dtype=torch.int64)
+    if index.numel() and int(index.min()) < 0:
+        raise ValueError(f"data: a sample index cannot be negative, got {int(index.min())}")
+    epochs, places = torch.div(index, n, rounding_mode="floor"), index % n
+    items = torch.empty_like(index)
+    for epoch in sorted(set(epochs.tolist())):
+        here = epochs == epoch
+        items[here] = _permutation(seed, n, epoch)[places[here]]
+    return items
+
+
+def flip_mask(seed: int, index: Tensor) -> Tensor:
+    """True where the sample is mirrored: one random bit per global index."""
+    return random_bits(seed, "flip", index) < 0
+
+
+class Loader(ABC):
+    """Turns global sample indices into batches on the device."""
+
+    def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
+        if len(source) == 0:
+            raise DataError(f"{source.name}: no items; check data.name", "missing")
+        self.source, self.seed, self.flip = source, seed, flip
+        self.device = torch.device(device)
+        self._labels = None if source.labels is None else source.labels.to(self.device)
+
+    @abstractmethod
+    def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        """One batch per tensor of global sample indices, in that order."""
+
+    def items(self, index: Tensor) -> Tensor:
+        """The items at these global sample indices."""
+        return sample_to_item(self.seed, len(self.source), index)
+
+    def _finish(self, index: Tensor, items: Tensor, images: Tensor, on_device: Tensor) -> Batch:
+        """uint8 images on the device to a batch; both kinds of loader end here, so they agree to the bit."""
+        if self.flip:
+            mirrored = flip_mask(self.seed, index).to(self.device, non_blocking=True)
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        labels = None if self._labels is None else self._labels[on_device]
+        return Batch(to_float(images), labels, index.to(self.device, non_blocking=True), items)
+
+
+class DeviceLoader(Loader):
+    """For sets that fit: all images live on the device as uint8; a batch is a gather."""
+
+    def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
+        super().__init__(source, seed, device, flip)
+        self._images = load_images(source).to(self.device)
+
+    def batch(self, index: Tensor) -> Batch:
+        """The batch of these global sample indices."""
+        index = index.to(device="cpu", dtype=torch.int64)
+        items = self.items(index)
+        on_device = items.to(self.device, non_blocking=True)
+        return self._finish(index, items, self._images[on_device], on_device)
+
+    def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        return map(self.batch, index_batches)
+
+
+class StreamLoader(Loader):
+    """For sets that do not fit: worker processes read ahead, `prefetch` batches each."""
+
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        device: str | torch.device = "cpu",
+        flip: bool = True,
+        workers: int = 2,
+        prefetch: int = 2,
+    ) -> None:
+        super().__init__(source, seed, device, flip)
+        if workers < 0 or prefetch < 1:
+            raise ValueError(f"data: workers must be >= 0 and prefetch >= 1, got {workers} and {prefetch}")
+        self.workers, self.prefetch = workers, prefetch
+
+    def batch(self, index: Tensor) -> Batch:
+        """The batch of these global sample indices, read here and now."""
+        index = index.to(device="cpu", dtype=torch.int64)
+        return self._receive(_Reader(self.source).__getitems__((index.tolist(), self.items(index).tolist())))
+
+    def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
+        """Takes up to workers * prefetch index tensors ahead of what it has returned."""
+        requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
+        replies: DataLoader[_Reply] = DataLoader(
+            _Reader(self.source),
+            batch_sampler=requests,  # type: ignore[arg-type]
+            collate_fn=_as_is,
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch if self.workers else None,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # leaves the global generator alone
+        )
+        return map(self._receive, replies)
+
+    def _receive(self, reply: _Reply) -> Batch:
+        indices, rows, images = reply
+        if isinstance(images, DataError):
+            raise images
+        index, items = torch.tensor(indices, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+        on_device = items.to(self.device, non_blocking=True)
+        return self._finish(index, items, images.to(self.device, non_blocking=True), on_device)
+
+
+class _Reader(Dataset[_Reply]):
+    """What runs in a worker; an error travels back as a value, so that it arrives with its own type and message."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __getitems__(self, request: _Request) -> _Reply:
+        indices, items = request
+        try:
+            return indices, items, self.source.read_many(items)
+        except DataError as error:
+            return indices, items, error
+
+
+def _as_is(reply: Any) -> Any:
+    return reply
+
+
+def load_images(source: Source) -> Tensor:
+    """All images of a source, uint8 (n, C, H, W); a bad file is named here, before the run starts."""
+    if source.images is not None:
+        return source.images
+    images = torch.empty((len(source), *source.shape), dtype=torch.uint8)
+    found = threaded(source.read, range(len(source)))
+    for item, image in enumerate(tqdm(found, total=len(source), desc=source.name, disable=None)):
+        images[item] = image
+    return images
+
+
+def make_loader(
+    source: Source,
+    seed: int,
+    device: str | torch.device = "cpu",
+    *,
+    flip: bool = True,
+    workers: int = 2,
+    prefetch: int = 2,
+    resident_limit_bytes: int = _RESIDENT_LIMIT_BYTES,
+) -> DeviceLoader | StreamLoader:
+    """A DeviceLoader where all images fit under the limit as uint8, else a StreamLoader; the batches are the same."""
+    if source.nbytes <= resident_limit_bytes:
+        return DeviceLoader(source, seed, device, flip)
+    return StreamLoader(source, seed, device, flip, workers, prefetch)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scalelong.data import check, load_source
+from scalelong.data.errors import DataError
+
+from .conftest import noise
+
+datasets = pytest.importorskip("datasets")
+
+
+def table(count: int = 6, **columns: Any) -> Any:
+    """A real dataset of PNG images with class labels and captions."""
+    pictures = [Image.fromarray(noise(number, 10, 12, 3)) for number in range(count)]
+    features = datasets.Features(
+        {"id": datasets.Value("int64"), "img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+        | dict.fromkeys(columns, datasets.Value("string"))
+    )
+    labels = [number % 2 for number in range(count)]
+    return datasets.Dataset.from_dict(
+        {"id": list(range(count)), "img": pictures, "label": labels} | columns, features=features
+    )
+
+
+def test_saved_dataset_makes_the_round_trip(tmp_path: Path) -> None:
+    captions = [f"picture {number}" for number in range(6)]
+    table(text=captions).save_to_disk(str(tmp_path / "saved"))
+    source = load_source(f"hf:{tmp_path / 'saved'}")
+    assert (len(source), source.shape, source.num_classes) == (6, (3, 10, 12), 2)
+    assert source.labels is not None
+    assert source.labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert (source.class_names, source.captions) == (["cat", "dog"], captions)
+    for item in range(6):
+        assert np.array_equal(source.read(item).permute(1, 2, 0).numpy(), noise(item, 10, 12, 3))
+    assert load_source(f"hf:{tmp_path / 'saved'}", image_size=5).read(0).shape == (3, 5, 5)
+
+
+def test_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
+    for name, count in (("a", 6), ("b", 6), ("c", 5)):
+        table(count).save_to_disk(str(tmp_path / name))
+    first, second, third = (load_source(f"hf:{tmp_path / name}").fingerprint for name in "abc")
+    assert first == second != third
+
+
+def test_splits_of_a_saved_dictionary(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": table(4), "test": table(2)}).save_to_disk(str(tmp_path / "saved"))
+    assert len(load_source(f"hf:{tmp_path / 'saved'}", split="test")) == 2
+    with pytest.raises(DataError, match=r"data\.split: .*no 'val'; it has train, test"):
+        load_source(f"hf:{tmp_path / 'saved'}", split="val")
+
+
+def test_parquet_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    table(4).to_parquet(str(folder / "train-00000-of-00001.parquet"))
+    table(3).to_parquet(str(folder / "test-00000-of-00001.parquet"))
+    train = load_source(f"hf:{folder}", root=tmp_path / "cache")
+    assert (len(train), train.class_names) == (4, ["cat", "dog"])
+    assert np.array_equal(train.read(3).permute(1, 2, 0).numpy(), noise(3, 10, 12, 3))
+    assert len(load_source(f"hf:{folder}", split="test", root=tmp_path / "cache")) == 3
+    with pytest.raises(DataError, match=r"data\.split: .*it has test, train"):
+        load_source(f"hf:{folder}", split="val", root=tmp_path / "cache")
+
+
+def test_bad_rows_are_named_and_all_listed(tmp_path: Path) -> None:
+    good = table(1).cast_column("img", datasets.Image(decode=False))[0]["img"]["bytes"]
+    cells = [{"bytes": content, "path": None} for content in (good, good[:90], good, b"no picture")]
+    rows = datasets.Dataset.from_dict({"image": cells}, features=datasets.Features({"image": datasets.Image()}))
+    rows.save_to_disk(str(tmp_path / "saved"))
+    name = f"hf:{tmp_path / 'saved'}"
+    source = load_source(name)
+    assert (source.num_classes, source.labels, source.captions) == (0, None, None)
+    with pytest.raises(DataError, match="row 3: unreadable image"):
+        source.read(3)
+    assert [(problem.path[-5:], problem.kind) for problem in check(name)] == [
+        ("row 1", "truncated"),
+        ("row 3", "unreadable"),
+    ]
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"a": [1], "b": ["x"]}).save_to_disk(str(tmp_path / "plain"))
+    with pytest.raises(DataError, match="no image column among a, b"):
+        load_source(f"hf:{tmp_path / 'plain'}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="neither a saved dataset nor parquet files"):
+        load_source(f"hf:{tmp_path / 'empty'}")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "x.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_source(f"hf:{tmp_path / 'broken'}", root=tmp_path / "cache")
+    unlabelled = table(2)
+    unlabelled = unlabelled.map(lambda row: {"label": -1})
+    unlabelled.save_to_disk(str(tmp_path / "unlabelled"))
+    with pytest.raises(DataError, match=r"column 'label': item 0 has label -1, expected 0 \.\. 1"):
+        load_source(f"hf:{tmp_path / 'unlabelled'}")
+
+
+def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match=r"pip install 'scalelong\[datasets\]'"):
+        load_source(f"hf:{tmp_path}")
