@@ -1,0 +1,278 @@
+"""U-ViT: a transformer on image patches whose second half takes long skips from its first half.
+
+Time, class or text are tokens like the patches. Out-block j joins the main path with the skip by one linear layer; the
+layer takes an optional coefficient, which `scalelong.apply` passes through a hook. The model knows no scaling method.
+
+Shapes: B batch, T tokens (extra tokens first, then patches), C input channels of an image, D width.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class UViTConfig:
+    """The sizes of a U-ViT, checked."""
+
+    image_size: int
+    patch_size: int
+    in_channels: int = 3
+    dim: int
+    depth: int  # in-blocks and out-blocks together; the middle block comes on top
+    heads: int
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = False
+    mlp_time_embed: bool = False  # two linear layers on the sinusoid of the time
+    num_classes: int = 0  # 0: no class token
+    text_dim: int = 0  # width of the text features; 0: no text tokens
+    text_tokens: int = 0
+    final_conv: bool = True  # a 3x3 convolution on the assembled image
+    checkpointing: bool = False  # recompute blocks in the backward pass instead of storing their activations
+
+    def __post_init__(self) -> None:
+        for key in ("image_size", "patch_size", "in_channels", "dim", "depth", "heads"):
+            self._whole_number(key, at_least=1)
+        for key in ("num_classes", "text_dim", "text_tokens"):
+            self._whole_number(key, at_least=0)
+        if self.image_size % self.patch_size:
+            self._refuse("patch_size", f"does not divide image_size {self.image_size}; choose a divisor of it")
+        if self.dim % self.heads:
+            self._refuse("heads", f"does not divide dim {self.dim}; choose a divisor of it")
+        if self.dim % 2:
+            self._refuse("dim", "is odd, but half of it are cosines of the time and half sines; choose an even width")
+        if self.depth % 2:
+            self._refuse("depth", "is odd, but each in-block needs its out-block; choose an even depth")
+        if not self.mlp_ratio > 0:
+            self._refuse("mlp_ratio", "must be positive; 4.0 is usual")
+        if (self.text_dim > 0) != (self.text_tokens > 0):
+            self._refuse("text_tokens", f"does not go with text_dim {self.text_dim}; set both, or neither")
+        if self.num_classes and self.text_dim:
+            self._refuse("num_classes", "cannot be combined with text; set num_classes=0 or text_dim=text_tokens=0")
+
+    def _whole_number(self, key: str, at_least: int) -> None:
+        value = getattr(self, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            self._refuse(key, f"must be a whole number of at least {at_least}")
+
+    def _refuse(self, key: str, reason: str) -> None:
+        raise ValueError(f"uvit.{key}: {getattr(self, key)!r} {reason}")
+
+
+_CELEBA64 = UViTConfig(image_size=64, patch_size=4, dim=512, depth=12, heads=8)
+_COCO = UViTConfig(image_size=32, patch_size=2, in_channels=4, dim=512, depth=12, heads=8, text_dim=768, text_tokens=77)
+
+PRESETS: Mapping[str, UViTConfig] = {
+    "cifar10-s2": UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8),
+    "celeba64-s4": _CELEBA64,
+    "imagenet64-m4": replace(_CELEBA64, dim=768, depth=16, heads=12, num_classes=1000),
+    "imagenet64-l4": replace(_CELEBA64, dim=1024, depth=20, heads=16, num_classes=1000),
+    "coco-s2": _COCO,  # latents of 256x256 images
+    "coco-s2-deep": replace(_COCO, depth=16),
+}
+
+
+def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
+    """[cos(t w_k), sin(t w_k)] with w_k falling from 1 to 1 / max_period: (B,) -> (B, dim), in float32."""
+    half = dim // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=time.device) / half
+    angles = time.float()[:, None] * torch.exp(-math.log(max_period) * exponents)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class SkipLinear(nn.Linear):
+    """Linear(cat[x, coefficient * skip]) without the concatenation: x Wx + b + coefficient * (skip Ws).
+
+    The weight is stored as (D, 2D), [Wx, Ws], like that of the linear layer it equals.
+    """
+
+    def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
+        """x, skip: (B, T, D). coefficient: a number, or a tensor that broadcasts against the skip."""
+        weight_x, weight_skip = torch.split(self.weight, [x.shape[-1], skip.shape[-1]], dim=1)
+        main = F.linear(x, weight_x, self.bias)
+        if isinstance(coefficient, Tensor):
+            if coefficient.ndim == 0 or coefficient.shape[-1] == 1:  # scales rows: it commutes with the matmul
+                gated = F.linear(skip, weight_skip)
+                return torch.addcmul(main, coefficient.to(gated.dtype), gated)
+            skip, coefficient = skip * coefficient, 1.0
+        joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t(), alpha=coefficient)
+        return joined.view(main.shape)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, dim: int, heads: int, qkv_bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value)  # (B, heads, T, D / heads)
+        projected: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return mixed
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block; an out-block joins its skip first."""
+
+    def __init__(self, config: UViTConfig, takes_skip: bool = False) -> None:
+        super().__init__()
+        self.skip_linear = SkipLinear(2 * config.dim, config.dim) if takes_skip else None
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attn = Attention(config.dim, config.heads, config.qkv_bias)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.mlp = Mlp(config.dim, int(config.dim * config.mlp_ratio))
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        if self.skip_linear is not None:
+            x = self.skip_linear(x, skip)
+        x = x + self.attn(self.norm1(x))
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
+
+class PatchEmbed(nn.Module):
+    """(B, C, H, W) -> (B, T, D), one token for each patch, row by row."""
+
+    def __init__(self, config: UViTConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.in_channels, config.dim, kernel_size=config.patch_size, stride=config.patch_size)
+
+    def forward(self, image: Tensor) -> Tensor:
+        patches: Tensor = self.proj(image)
+        return patches.flatten(2).transpose(1, 2)
+
+
+def unpatchify(patches: Tensor, patch_size: int, channels: int) -> Tensor:
+    """(B, h * w, p * p * C) -> (B, C, h * p, w * p) for a square image."""
+    side = math.isqrt(patches.shape[1])
+    grid = patches.reshape(-1, side, side, patch_size, patch_size, channels)  # B h w p1 p2 C
+    return grid.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, side * patch_size, side * patch_size)
+
+
+class UViT(nn.Module):
+    """U-ViT (Bao et al., 2023). Skip i = 1, the outermost, goes from in_blocks[0] to the last of out_blocks."""
+
+    def __init__(self, config: UViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, patch_pixels = config.dim, config.patch_size**2
+        self.patch_embed = PatchEmbed(config)
+        self.time_embed: nn.Module = nn.Identity()
+        if config.mlp_time_embed:
+            self.time_embed = nn.Sequential(nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
+        self.label_emb = nn.Embedding(config.num_classes, dim) if config.num_classes else None
+        self.context_embed = nn.Linear(config.text_dim, dim) if config.text_dim else None
+        self.num_extras = 1 + bool(config.num_classes) + config.text_tokens
+        self.num_tokens = self.num_extras + (config.image_size // config.patch_size) ** 2
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.num_tokens, dim))
+        self.num_skips = config.depth // 2
+        self.in_blocks = nn.ModuleList(Block(config) for _ in range(self.num_skips))
+        self.mid_block = Block(config)
+        self.out_blocks = nn.ModuleList(Block(config, takes_skip=True) for _ in range(self.num_skips))
+        self.norm = nn.LayerNorm(dim)
+        self.decoder_pred = nn.Linear(dim, patch_pixels * config.in_channels)
+        channels = config.in_channels
+        self.final_layer = nn.Conv2d(channels, channels, 3, padding=1) if config.final_conv else nn.Identity()
+        self._initialise()
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> UViT:
+        """A published model by name; `changes` replace fields of its configuration."""
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"uvit.preset: unknown {name!r}; {hint}choose one of {', '.join(PRESETS)}")
+        return cls(replace(PRESETS[name], **changes))
+
+    def _initialise(self) -> None:
+        """Linear weights and positions trunc-normal 0.02, biases 0; all others keep torch's own initialisation."""
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self, x: Tensor, time: Tensor, class_labels: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """x: (B, C, H, W); time: (B,) or one number, as fed (t * 999); class_labels: (B,); context: (B, text, width)."""
+        config = self.config
+        self._check_inputs(x, class_labels, context)
+        tokens = torch.cat([*self._extra_tokens(x, time, class_labels, context), self.patch_embed(x)], dim=1)
+        tokens = tokens + self.pos_embed
+        skips: list[Tensor] = []
+        for block in self.in_blocks:
+            tokens = self._run(block, tokens)
+            skips.append(tokens)
+        tokens = self._run(self.mid_block, tokens)
+        for block in self.out_blocks:
+            tokens = self._run(block, tokens, skips.pop())
+        patches = self.decoder_pred(self.norm(tokens))[:, self.num_extras :]
+        image: Tensor = self.final_layer(unpatchify(patches, config.patch_size, config.in_channels))
+        return image
+
+    def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        if self.config.checkpointing and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+            return recomputed
+        output: Tensor = block(*inputs)
+        return output
+
+    def _extra_tokens(
+        self, x: Tensor, time: Tensor, class_labels: Tensor | None, context: Tensor | None
+    ) -> list[Tensor]:
+        """[time], [class, time] or [time, text], each (B, number, D)."""
+        embedded_time = timestep_embedding(time.reshape(-1).expand(x.shape[0]), self.config.dim)
+        tokens = [self.time_embed(embedded_time.to(self.pos_embed.dtype))[:, None]]
+        if self.label_emb is not None:
+            tokens.insert(0, self.label_emb(class_labels)[:, None])
+        if self.context_embed is not None:
+            tokens.append(self.context_embed(context))
+        return tokens
+
+    def _check_inputs(self, x: Tensor, class_labels: Tensor | None, context: Tensor | None) -> None:
+        config = self.config
+        image, text = (config.in_channels, config.image_size, config.image_size), (config.text_tokens, config.text_dim)
+        if x.shape[1:] != image:
+            raise ValueError(f"uvit.image_size: images are {tuple(x.shape[1:])}, this model takes {image}; resize them")
+        _check_condition("num_classes", config.num_classes, "class_labels", class_labels)
+        _check_condition("text_dim", config.text_dim, "context", context)
+        if context is not None and context.shape[1:] != text:
+            raise ValueError(
+                f"uvit.text_tokens: texts are {tuple(context.shape[1:])}, this model takes {text}; pad them"
+            )
+
+
+def _check_condition(key: str, size: int, name: str, value: Tensor | None) -> None:
+    """A condition is given exactly when the model was built for it."""
+    if size and value is None:
+        raise ValueError(f"uvit.{key}: the model was built with {size}, but {name} is None; pass {name}")
+    if not size and value is not None:
+        raise ValueError(f"uvit.{key}: the model was built with 0, but {name} is given; leave {name} out or set {key}")
