@@ -125,7 +125,8 @@ class LearnedScaling(Scaling):
         channel_dim = skip.ndim - 1 if self.sizes[index - 1].channels_last else 1
         kept = 1 if self.axis == "tokens" else channel_dim
         self._check_tokens(index, skip)
-        pooled = skip.mean(dim=[d for d in range(1, skip.ndim) if d != kept])  # GAP: (B, N)
+        averaged = [d for d in range(1, skip.ndim) if d != kept]
+        pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N)
         gated: Tensor = self.gates[self.gate_of[index - 1]](pooled).to(skip.dtype)
         self.last_mean[index - 1] = gated.detach().mean()
         return gated.view([skip.shape[d] if d in (0, kept) else 1 for d in range(skip.ndim)])

@@ -118,21 +118,26 @@ def test_the_loss_is_per_sample(objective):
 
 
 class Spy:
-    """Remembers what it was fed and answers in bfloat16."""
+    """Remembers what it was fed and answers in some precision."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
 
     def __call__(self, x, time, **condition):
         self.x, self.time, self.condition = x, time, condition
-        return torch.full_like(x, 1.0078125).bfloat16()  # 1 + 2^-7: exact in bfloat16, and differences to it are not
+        return torch.full_like(x, 1.0078125).to(self.dtype)  # 1 + 2^-7 is exact in bfloat16; differences to it are not
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-def test_schedule_and_loss_stay_in_float32(low):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_schedule_and_loss_are_float32_whatever_comes_in(dtype):
     index = torch.arange(4)
     for objective in OBJECTIVES:
         t, noise = draw_time_and_noise(objective.process, 7, index, SHAPE)
-        x0, spy = normal(8, "image", index, SHAPE).bfloat16(), Spy()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
-            loss = objective.loss(spy, x0 if low else x0.float(), noise, t, label=3)
+        x0, spy = normal(8, "image", index, SHAPE).bfloat16(), Spy(dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = objective.loss(spy, x0.to(dtype), noise, t, label=3)
+            x0_hat, noise_hat = objective.denoise(Spy(dtype), x0.to(dtype), t)
+        assert x0_hat.dtype == noise_hat.dtype == torch.float32
         alpha, sigma = (v.double()[:, None, None, None] for v in objective.process.marginal(t))
         x_t = alpha * x0.double() + sigma * noise.double()
         scale = objective.process.input_scale(t).double()[:, None, None, None]

@@ -116,6 +116,16 @@ def test_even_log_snr_is_what_fine_detail_needs():
         assert error[""] == error["snr"] < error["time"] / factor
 
 
+@pytest.mark.parametrize("sampler", ODE_SAMPLERS)
+def test_a_sigma_that_float32_alpha_bar_cannot_hold(sampler):
+    process = EDM(sigma_min=1e-4)
+    offset, matrix = ode_map(Objective(process), sampler=sampler, steps=400)
+    want_offset, want_matrix = exact_ode_map(process, 400)
+    close = 0.01 if sampler == "ddim" else 3e-4
+    torch.testing.assert_close(matrix, want_matrix, rtol=0, atol=close)
+    torch.testing.assert_close(offset, want_offset, rtol=0, atol=close)
+
+
 # Largest relative error of a variance at (steps, 2 * steps), measured, and a quarter more. Ancestral steps are known to
 # lose fine detail (their variance is right for a single image as data), and the loss halves with the steps.
 SDE_ERROR = {
@@ -269,6 +279,14 @@ def test_the_network_is_asked_at_the_times_of_the_process(name, sampler):
     assert [t.item() for t in asked] == pytest.approx(want, rel=1e-6)
     assert asked[0].dtype == (torch.int64 if name == "ddpm" else torch.float32)
     assert told == [(i + 1, 5) for i in range(5)] and out.dtype == torch.float32 and out.shape == (2, *SHAPE)
+
+
+@pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
+def test_nothing_is_read_back_from_the_device(name, sampler):
+    """Meta tensors hold no values, so a step that waited for one would fail, and one that mixed devices too."""
+    start = (0, torch.arange(3, device="meta"), SHAPE)
+    out = sample(Objective(get_process(name)), lambda x, time: 0.1 * x, start, sampler=sampler, steps=5, clip=True)
+    assert out.device.type == "meta" and out.shape == (3, *SHAPE)
 
 
 def test_defaults():

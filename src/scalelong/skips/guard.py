@@ -30,8 +30,6 @@ def check_state_dict(
     model: nn.Module,
     state_dict: MutableMapping[str, Tensor],
     prefix: str,
-    _metadata: Any,
-    strict: bool,
     *_: Any,
 ) -> None:
     """Before a scaled model loads weights: were they trained with the same scaling? Nothing is loaded if not."""
@@ -42,7 +40,7 @@ def check_state_dict(
     given = {key.removeprefix(here): value for key, value in state_dict.items() if key.startswith(here)}
     expected = scaling.state_dict()
     if not given:
-        _handle_missing(scaling, state_dict, here, strict)
+        _handle_missing(model, scaling, state_dict, prefix)
         return
     if given.keys() != expected.keys():
         raise ValueError(
@@ -63,19 +61,22 @@ def check_state_dict(
         )
 
 
-def _handle_missing(scaling: Scaling, state_dict: MutableMapping[str, Tensor], here: str, strict: bool) -> None:
-    if strict and not isinstance(scaling, ConstantScaling):
+def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
+    """Weights without a scaling: complete ones are refused for gates and warned of for constants, parts of a model pass."""
+    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith("scalelong."))
+    if complete and not isinstance(scaling, ConstantScaling):
         raise ValueError(
-            f"state_dict.{here}*: the weights hold no gates for {scaling.config}; "
-            "pass strict=False to keep the gates the model has"
+            f"state_dict.{prefix}scalelong.*: the weights hold no gates for {scaling.config}; "
+            "to start from weights trained without them, load the weights before scalelong.apply"
         )
-    warnings.warn(
-        f"the weights being loaded say nothing of a scaling (no {here}*): they were trained without one, "
-        f"the model goes on with {scaling.config}",
-        stacklevel=4,
-    )
-    if strict:
-        state_dict.update({f"{here}{key}": value for key, value in scaling.state_dict().items()})
+    if complete:
+        warnings.warn(
+            f"the weights being loaded say nothing of a scaling (no {prefix}scalelong.*): they were trained without one, "
+            f"the model goes on with {scaling.config}",
+            stacklevel=5,
+        )
+    if isinstance(scaling, ConstantScaling):
+        state_dict[f"{prefix}scalelong.kappa"] = scaling.kappa
 
 
 def _close(given: Tensor, values: tuple[float, ...]) -> bool:

@@ -45,7 +45,7 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
         _refuse_k_blocks(model)
         made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
         for b, block in enumerate(model.down_blocks):
-            made += [f"down_blocks.{b}.{name}" for name in _down_outputs(block)]
+            made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
         hidden = _resnet(model.down_blocks[-1].resnets[-1]).out_channels
         for b, block in enumerate(model.up_blocks):
             consumer = f"up_blocks.{b}"
@@ -60,17 +60,21 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
 
 def _down_outputs(block: Any) -> list[str]:
     """The modules of a down block whose outputs are skips, in order: the last of each layer, then the downsampler."""
+    outputs = [f".{name}" for name in _layer_outputs(block)]
+    if _has(block, "resnet_down"):
+        outputs.append("")  # NCSN++: what the block itself gives, its own skip image added
+    elif _has(block, "downsamplers"):
+        outputs.append(".downsamplers.0")
+    elif _has(block, "downsampler"):
+        outputs.append(".downsampler")
+    return outputs
+
+
+def _layer_outputs(block: Any) -> list[str]:
     last = next(
         n for n in ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets") if _has(block, n)
     )
-    outputs = [f"{last}.{i}" for i in range(len(block.resnets))]
-    if _has(block, "resnet_down"):
-        outputs.append("resnet_down")
-    elif _has(block, "downsamplers"):
-        outputs.append("downsamplers.0")
-    elif _has(block, "downsampler"):
-        outputs.append("downsampler")
-    return outputs
+    return [f"{last}.{i}" for i in range(len(block.resnets))]
 
 
 def _refuse_k_blocks(model: Any) -> None:
@@ -104,11 +108,10 @@ def _resnet(block: Any) -> _ResNet:
 
 def _unet_1d(model: Any) -> Iterator[Found]:
     """One skip per up block; its first layer is a convolution right on [hidden, skip]."""
-    made = [f"down_blocks.{b}" for b in range(len(model.down_blocks))]
-    for b, _ in enumerate(model.up_blocks):
-        made_in = made.pop()
-        channels = _last_conv_channels(model.get_submodule(made_in))
-        consumer = f"up_blocks.{b}"
+    for b in range(len(model.up_blocks)):
+        level = len(model.down_blocks) - 1 - b
+        block, consumer = model.down_blocks[level], f"up_blocks.{b}"
+        made_in, channels = f"down_blocks.{level}.{_layer_outputs(block)[-1]}", _last_conv_channels(block)
         yield made_in, f"{consumer}.resnets.0", SkipSize(channels), "full", consumer, Item(TUPLE, -1)
 
 

@@ -1,0 +1,35 @@
+"""torch.compile(fullgraph=True): same outputs and gradients, for one convolutional and one transformer family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import scalelong
+from tests.families import FAMILIES, build, output
+
+FAMILY = {family.name: family for family in FAMILIES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cs", "ls"])
+@pytest.mark.parametrize("name", ["UNet2DModel", "UViT"])
+def test_compiled_equals_eager(name: str, method: str) -> None:
+    family = FAMILY[name]
+    eager = build(family)
+    scalelong.apply(eager, method)
+    compiled = copy.deepcopy(eager)
+    fast = torch.compile(compiled, fullgraph=True)
+    results = []
+    for call, model in ((eager, eager), (fast, compiled)):
+        result = output(call, family.inputs())
+        result.square().mean().backward()
+        results.append((result, {name: p.grad for name, p in model.named_parameters()}))
+    (expected, expected_gradients), (got, got_gradients) = results
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for parameter, gradient in expected_gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(got_gradients[parameter], gradient, rtol=1e-3, atol=1e-5, msg=parameter)
+    assert scalelong.coefficients(compiled) == pytest.approx(scalelong.coefficients(eager), rel=1e-4)
