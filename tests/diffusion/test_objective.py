@@ -1,9 +1,9 @@
 import pytest
 import torch
-from gaussian_oracle import COVARIANCE, MEAN, SHAPE, VARIANCES, BestNetwork, cubature, flat, image
 
 from scalelong.diffusion import DDPM, EDM, VPSDE, Cosine, Objective, draw_time_and_noise
 from scalelong.random import normal, uniform
+from tests.diffusion.gaussian_oracle import COVARIANCE, MEAN, SHAPE, VARIANCES, BestNetwork, cubature, flat, image
 
 torch.set_num_threads(1)
 OBJECTIVES = [Objective(process, p) for process in (VPSDE(), Cosine(), DDPM()) for p in ("noise", "x0", "v")]

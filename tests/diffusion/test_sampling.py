@@ -4,11 +4,11 @@ gives the mean and covariance of what it draws with no Monte Carlo error."""
 import diffusers
 import pytest
 import torch
-from gaussian_oracle import MEAN, MODES, SHAPE, VARIANCES, BestNetwork, flat, image
 
 from scalelong.diffusion import DDPM, EDM, PROCESSES, SAMPLERS, VPSDE, Objective, default_sampler, get_process, sample
 from scalelong.diffusion import sampling as sampling_module
 from scalelong.random import normal
+from tests.diffusion.gaussian_oracle import MEAN, MODES, SHAPE, VARIANCES, BestNetwork, flat, image
 
 torch.set_num_threads(1)
 ODE_SAMPLERS = ["ddim", "dpm++2m", "dpm++3m", "heun"]
