@@ -1,0 +1,50 @@
+"""What a run would take: parameters, memory and time, measured on a small batch before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+
+from scalelong.data import Source, load_source, make_loader
+from scalelong.training import RunConfig
+from scalelong.training.build import build_model, build_objective
+from scalelong.training.step import Stepper
+
+
+def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
+    """Time two small steps and scale them up; the figure is an order of magnitude, not a promise."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config.checked(on_gpu=device.type == "cuda")
+    data = config.data
+    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    model = build_model(config, source.shape).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
+    size = min(probe_batch, config.training.batch_size)
+    seconds = _seconds_per_step(config, model, source, device, size) * config.training.batch_size / size
+    hours = seconds * config.training.steps / 3600
+    print(f"data        {source.name}: {len(source):,} images of {' x '.join(map(str, source.shape))}")
+    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
+    print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
+    if device.type == "cuda":
+        print(f"            {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB was the peak at batch {size}")
+    print(f"time        about {seconds:.3g} s a step, {hours:.3g} h in all on this {device.type}")
+    print(f"            (scaled up from batch {size}, not compiled)")
+
+
+def _seconds_per_step(
+    config: RunConfig, model: torch.nn.Module, source: Source, device: torch.device, size: int
+) -> float:
+    small = dataclasses.replace(config.training, batch_size=size, accumulate=1, compile="off")
+    stepper = Stepper(dataclasses.replace(config, training=small), model, build_objective(config), device, 1)
+    loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        stepper.compute(1, loader.batches([torch.arange(size)]), stop=False)
+        stepper.update()
+        stepper.clear()
+        times.append(time.perf_counter() - started)
+    return min(times)

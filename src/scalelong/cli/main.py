@@ -1,0 +1,55 @@
+"""`scalelong VERB ...`: finds the verb's file and turns expected errors into one clear line."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+VERBS = {
+    "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
+    "train": "train a preset; the same command again resumes",
+    "sample": "draw images from a trained run",
+    "data": "fetch and check data sets",
+}
+
+EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+
+
+def usage() -> str:
+    """The list of verbs."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb.ljust(width)}  {what}" for verb, what in VERBS.items())
+    return f"usage: scalelong VERB [options]\n\n{verbs}\n\nscalelong VERB --help tells the options of a verb."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        print(f"error: unknown verb {verb!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        importlib.import_module(f"scalelong.cli.{verb}").main(rest)
+    except EXPECTED as error:
+        if os.environ.get("SCALELONG_DEBUG"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Draw images from a trained run, as a PNG grid and an npz; image i depends only on the seed and i.
+
+Example: scalelong sample runs/demo/cs --num 64 --seed 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from scalelong.backbones import as_network
+from scalelong.data.grid import save_grid
+from scalelong.evaluation import generate
+from scalelong.training import load_run
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is on the command line."""
+
+    run: tyro.conf.Positional[str]  # the run's folder
+    num: int = 64  # how many images
+    seed: int = 0
+    first: int = 0  # number of the first image
+    sampler: str = ""  # default: the run's own
+    steps: int = 0  # 0: the run's own
+    batch_size: int = 256
+    weights: str = "ema"  # ema or model
+    checkpoint: int | None = None  # the step of the checkpoint; default: the newest
+    out: str = ""  # where to write; default: RUN/samples/seedN
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    precision: str = "fp32"  # of the network: fp32, bf16, fp16
+
+
+def main(arguments: list[str]) -> None:
+    """Load, draw, write."""
+    command = tyro.cli(Sample, args=arguments, prog="scalelong sample", description=__doc__)
+    if command.num < 1:
+        raise ValueError(f"num: must be at least 1, got {command.num}")
+    run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
+    settings = run.config.sampling
+    images = generate(
+        run.objective,
+        as_network(run.model),
+        shape=run.shape,
+        indices=range(command.first, command.first + command.num),
+        seed=command.seed,
+        batch_size=command.batch_size,
+        sampler=command.sampler or settings.sampler,
+        steps=command.steps or (0 if command.sampler else settings.steps),
+        clip=settings.clip,
+        device=command.device,
+        precision=command.precision,
+    )
+    out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_grid(images[:256], out.with_suffix(".png"))
+    np.savez_compressed(out.with_suffix(".npz"), images=images.permute(0, 2, 3, 1).numpy())
+    print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")

@@ -1,0 +1,82 @@
+"""Train a preset on real data; run the same command again to resume.
+
+Example: scalelong train digits-demo --scaling.method ls --training.steps 200 --out runs/digits-ls
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import tyro
+
+from scalelong.cli.estimate import print_estimate
+from scalelong.data import to_float
+from scalelong.diffusion import draw_time_and_noise
+from scalelong.stability import OscillationProbe
+from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset, to_yaml
+
+
+@dataclass(frozen=True)
+class Train:
+    """What is on the command line."""
+
+    preset: tyro.conf.Positional[str]
+    out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
+    config: str = ""  # a YAML file whose settings go over the preset's
+    dry_run: bool = False  # print the settings, parameters, memory and time, and train nothing
+    probe_every: int = 0  # record the blocks' feature and gradient norms every so many steps; 0: never
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+
+def parse(arguments: list[str]) -> Train:
+    """The preset, then the YAML file, then the flags: later ones win."""
+    preset = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    if not preset and not {"-h", "--help"} & set(arguments):
+        raise ValueError(f"preset: say which to train, one of {', '.join(PRESETS)}")
+    settings = get_preset(preset or next(iter(PRESETS)))
+    if "--config" in arguments[:-1]:
+        settings = from_yaml(arguments[arguments.index("--config") + 1], settings)
+    return tyro.cli(
+        Train,
+        args=arguments,
+        default=Train(preset=preset or "PRESET", settings=settings),
+        prog="scalelong train",
+        description=f"{__doc__}\nPresets: {', '.join(PRESETS)}",
+    )
+
+
+def main(arguments: list[str]) -> None:
+    """Resolve, then train or only tell."""
+    command = parse(arguments)
+    settings = command.settings
+    if command.dry_run:
+        print(to_yaml(settings))
+        print_estimate(settings)
+        return
+    default = f"runs/{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
+    trainer = Trainer(settings, command.out or default)
+    if command.probe_every:
+        trainer.observers.append(oscillation_probe(trainer, command.probe_every))
+    folder = trainer.run()
+    if trainer.ranks.is_main_process:
+        print(f"{_state(trainer)} at step {trainer.step}: {folder}")
+
+
+def _state(trainer: Trainer) -> str:
+    return "stopped" if trainer.step < trainer.config.training.steps else "trained"
+
+
+def oscillation_probe(trainer: Trainer, every: int, size: int = 32) -> OscillationProbe:
+    """A probe on the first images of the data with noise and times of their own."""
+    source, device = trainer.source, trainer.device
+    size = min(size, len(source))
+    images = to_float(source.read_many(range(size)).to(device))
+    index = torch.arange(size, device=device)
+    process = trainer.objective.process
+    t, noise = draw_time_and_noise(process, trainer.config.training.seed + 1, index, source.shape)
+    alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
+    scale = process.input_scale(t)[:, None, None, None]
+    x = (scale * (alpha * images + sigma * noise)).float()
+    return OscillationProbe(trainer.model, (x, process.network_time(t).float()), every=every)

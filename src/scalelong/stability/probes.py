@@ -1,0 +1,147 @@
+"""Feature and gradient oscillation (Fig. 1): two lines in any training loop.
+
+probe = OscillationProbe(model, (x, t), every=10, path="probe.jsonl")
+...
+probe.step()    # after backward, before zero_grad
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def relative_oscillation(norms: Sequence[float]) -> float:
+    """mean |n_(k+1) - n_k| / mean n: by how much of its size a norm moves from one record to the next."""
+    if len(norms) < 2:
+        raise ValueError(f"norms: oscillation needs at least 2 records, got {len(norms)}")
+    values = torch.tensor(norms, dtype=torch.float64)
+    return float(values.diff().abs().mean() / values.mean())
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """Standard deviation over mean."""
+    if len(values) < 2:
+        raise ValueError(f"values: a spread needs at least 2 records, got {len(values)}")
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return float(tensor.std() / tensor.mean())
+
+
+_STAGES = (
+    ("in_blocks", "mid_block", "out_blocks"),
+    ("down_blocks", "mid_block", "up_blocks"),
+    ("down_blocks", "middle_block", "up_blocks"),
+    ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks"),
+    ("a", "middle", "b"),
+    ("blocks",),
+)
+
+
+def stages(model: nn.Module) -> list[str]:
+    """The stages of the U, by name: encoder blocks, the middle, decoder blocks."""
+    for names in _STAGES:
+        if all(isinstance(getattr(model, name, None), nn.Module) for name in names):
+            return [stage for name in names for stage in _parts(model, name)]
+    raise ValueError(
+        f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
+        f"{[name for name, _ in model.named_children()]}"
+    )
+
+
+def _parts(model: nn.Module, name: str) -> list[str]:
+    module = getattr(model, name)
+    return [f"{name}.{i}" for i in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
+
+
+class OscillationProbe:
+    """Per block: the mean norm of its output on a fixed batch, and the norm of its parameters' gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...] | Mapping[str, Any],  # arguments of the model's forward: the fixed batch
+        *,
+        blocks: Sequence[str] | None = None,  # default: the stages of the U
+        every: int = 10,
+        path: str | Path | None = None,  # JSON lines are appended here
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every: must be at least 1, got {every}")
+        self.model = _unwrapped(model)
+        self.blocks = list(blocks) if blocks is not None else stages(self.model)
+        self._modules = {name: self._module(name) for name in self.blocks}
+        self.inputs, self.every = inputs, every
+        self.path = Path(path) if path is not None else None
+        self.count = 0
+
+    def step(self) -> dict[str, float] | None:
+        """Call once per training step; measures and writes at every `every`-th."""
+        self.count += 1
+        return self(self.count, self.model)
+
+    def __call__(self, step: int, _model: nn.Module) -> dict[str, float] | None:
+        """The values at this step, if it is one to measure at: `norm/BLOCK` and `gradient/BLOCK`."""
+        if step % self.every:
+            return None
+        values = {f"norm/{name}": norm for name, norm in self.norms().items()}
+        values |= {f"gradient/{name}": norm for name, norm in self.gradient_norms().items()}
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        return values
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        """The mean over the batch of ||h||_2 of each block's output."""
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                tensor = output if isinstance(output, Tensor) else output[0]
+                found[name] = tensor.flatten(1).float().norm(dim=1).mean()
+
+            return hook
+
+        handles = [module.register_forward_hook(keep(name)) for name, module in self._modules.items()]
+        training = self.model.training
+        try:
+            self.model.eval()
+            if isinstance(self.inputs, Mapping):
+                self.model(**self.inputs)
+            else:
+                self.model(*self.inputs)
+        finally:
+            self.model.train(training)
+            for handle in handles:
+                handle.remove()
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+
+    @torch.no_grad()
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of the gradient of each block's parameters; blocks without one are left out."""
+        found = {}
+        for name, module in self._modules.items():
+            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            if gradients:
+                found[name] = torch.stack(torch._foreach_norm(gradients)).float().norm()
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+
+    def _module(self, name: str) -> nn.Module:
+        modules: dict[str, nn.Module] = dict(self.model.named_modules())
+        if name not in modules:
+            near = difflib.get_close_matches(name, modules, n=3)
+            raise ValueError(f"blocks: there is no {name!r} in {type(self.model).__name__}; near are {near}")
+        return modules[name]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's or DDP's: hooks on it run, and it is what the names refer to."""
+    while type(model).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        model = model.get_submodule("_orig_mod" if type(model).__name__ == "OptimizedModule" else "module")
+    return model

@@ -1,0 +1,22 @@
+"""Training: configuration, the step, the loop, checkpoints."""
+
+from scalelong.training.config import RunConfig, from_yaml, to_yaml
+from scalelong.training.events import read_events
+from scalelong.training.guard import NonFiniteError
+from scalelong.training.loop import Trainer, train
+from scalelong.training.presets import PRESETS, get_preset
+from scalelong.training.run import TrainedRun, load_run
+
+__all__ = [
+    "PRESETS",
+    "NonFiniteError",
+    "RunConfig",
+    "TrainedRun",
+    "Trainer",
+    "from_yaml",
+    "get_preset",
+    "load_run",
+    "read_events",
+    "to_yaml",
+    "train",
+]

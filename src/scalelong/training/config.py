@@ -1,0 +1,318 @@
+"""What a run is: frozen dataclasses, checked as a whole, written as YAML beside the run.
+
+Every error names the dotted key as it is written in YAML and on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from scalelong.backbones import UViTConfig
+from scalelong.diffusion import SAMPLERS, Objective, get_process
+from scalelong.scaling import METHODS, ScalingConfig
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Compile = Literal["off", "default", "reduce-overhead"]
+OnNonFinite = Literal["raise", "skip", "rewind"]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is learnt from."""
+
+    name: str = "digits"  # digits, emoji32, cifar10, fashion_mnist, folder:PATH, hf:NAME
+    image_size: int | None = None  # crop and resize to this; default: the data's own size
+    split: str = "train"
+    flip: bool = True  # mirror half of the images
+    workers: int = 2  # reading processes, for sets that do not fit on the device
+    resident_mb: int = 2048  # sets up to this size live on the device as uint8
+    root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The denoiser; image size and colour channels come from the data."""
+
+    backbone: Literal["uvit", "unet"] = "uvit"
+    patch_size: int = 2  # uvit
+    dim: int = 512  # uvit
+    depth: int = 12  # uvit
+    heads: int = 8  # uvit
+    mlp_time_embed: bool = False  # uvit
+    channels: tuple[int, ...] = (128, 256, 256, 256)  # unet, one per level
+    layers_per_block: int = 2  # unet
+    checkpointing: bool = False  # recompute activations to save memory
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """How the long skips are scaled; options that the method does not have are left alone."""
+
+    method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls
+    kappa: float = 0.7  # universal, cs, cs_reversed
+    allow_amplify: bool = False  # permit kappa > 1, as a control
+    shared: bool = True  # ls
+    reduction: int = 16  # ls
+    module: str = "se"  # ls: se, ie, learnable
+    activation: str = "relu"  # ls: relu, elu, mish
+    axis: str = "auto"  # ls: tokens, channels
+
+    def options(self) -> dict[str, Any]:
+        """The options that this method takes."""
+        taken = METHODS[self.method].defaults if self.method in METHODS else {}
+        return {name: getattr(self, name) for name in taken}
+
+
+@dataclass(frozen=True)
+class DiffusionSettings:
+    """How noise is added and what is predicted."""
+
+    process: str = "vp"  # vp, ddpm, cosine, edm
+    prediction: str = ""  # noise, x0, v; default: the process's own
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with a linear warm-up to a constant rate."""
+
+    lr: float = 2e-4
+    weight_decay: float = 0.03
+    betas: tuple[float, float] = (0.99, 0.999)
+    warmup_steps: int = 2500
+    clip_norm: float = 0.0  # clip the gradient to this norm; 0: never
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How long, how large, how exact, and what is written when."""
+
+    steps: int = 500_000
+    batch_size: int = 128  # over all ranks and accumulated micro-batches
+    accumulate: int = 1  # micro-batches per step
+    precision: Precision = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
+    compile: Compile = "off"
+    ema_decay: float = 0.9999  # warmed up: min(ema_decay, (1 + step) / (10 + step))
+    seed: int = 0
+    log_every: int = 50
+    checkpoint_every: int = 5000
+    keep: int = 2  # newest checkpoints to keep
+    sample_every: int = 5000  # 0: never
+    on_nonfinite: OnNonFinite = "raise"
+    max_nonfinite: int = 10  # skip and rewind give up after this many
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How grids are drawn during training, and the default of `scalelong sample`."""
+
+    sampler: str = ""  # default: the process's own
+    steps: int = 0  # 0: the sampler's own
+    count: int = 64  # images in a grid
+    clip: bool = True  # clamp each guess at the image to [-1, 1]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    diffusion: DiffusionSettings = field(default_factory=DiffusionSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+
+    def checked(self, world_size: int = 1, on_gpu: bool = False) -> RunConfig:
+        """Itself, if every value makes sense and they go together; else a ValueError that names the key."""
+        ScalingConfig.create(self.scaling.method, **self.scaling.options())
+        Objective(get_process(self.diffusion.process), self.diffusion.prediction)
+        for key, least in _LEAST.items():
+            value = dotted(self)[key]
+            if value < least:
+                raise ValueError(f"{key}: must be at least {least}, got {value}")
+        _check_optimizer(self.optimizer)
+        if not 0 <= self.training.ema_decay < 1:
+            raise ValueError(f"training.ema_decay: must be in [0, 1), got {self.training.ema_decay}")
+        if self.sampling.sampler and self.sampling.sampler not in SAMPLERS:
+            raise ValueError(f"sampling.sampler: unknown {self.sampling.sampler!r}; one of {', '.join(SAMPLERS)}")
+        parts = world_size * self.training.accumulate
+        if self.training.batch_size % parts:
+            raise ValueError(
+                f"training.batch_size: {self.training.batch_size} is not divisible by {world_size} ranks x "
+                f"{self.training.accumulate} micro-batches; use a multiple of {parts}"
+            )
+        if self.training.precision == "fp16" and not on_gpu:
+            raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
+        return self
+
+    def check_shape(self, shape: tuple[int, int, int]) -> None:
+        """Refuse a model that does not fit images of this shape, before anything is built."""
+        channels, height, width = shape
+        if height != width:
+            raise ValueError(f"data.image_size: images must be square, got {height} x {width}; set data.image_size")
+        if self.model.backbone == "uvit":
+            uvit_config(self.model, channels, height)
+        factor = 2 ** (len(self.model.channels) - 1)
+        if self.model.backbone == "unet" and height % factor:
+            raise ValueError(
+                f"model.channels: {len(self.model.channels)} levels halve the image {len(self.model.channels) - 1} times, "
+                f"but {height} is not divisible by {factor}; use fewer levels or another data.image_size"
+            )
+
+
+def uvit_config(model: ModelSettings, channels: int, image_size: int) -> UViTConfig:
+    """The U-ViT for images of this size; its errors carry this file's keys."""
+    try:
+        return UViTConfig(
+            image_size=image_size,
+            patch_size=model.patch_size,
+            in_channels=channels,
+            dim=model.dim,
+            depth=model.depth,
+            heads=model.heads,
+            mlp_time_embed=model.mlp_time_embed,
+            checkpointing=model.checkpointing,
+        )
+    except ValueError as error:
+        raise ValueError(str(error).replace("uvit.", "model.", 1)) from None
+
+
+def _check_optimizer(optimizer: OptimizerSettings) -> None:
+    if not optimizer.lr > 0:
+        raise ValueError(f"optimizer.lr: must be positive, got {optimizer.lr}")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ValueError(f"optimizer.betas: must lie in [0, 1), got {optimizer.betas}")
+
+
+_LEAST = {
+    "training.steps": 1,
+    "training.batch_size": 1,
+    "training.accumulate": 1,
+    "training.log_every": 1,
+    "training.checkpoint_every": 1,
+    "training.keep": 2,
+    "training.sample_every": 0,
+    "training.max_nonfinite": 0,
+    "training.seed": 0,
+    "sampling.count": 1,
+    "sampling.steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.clip_norm": 0,
+    "data.workers": 0,
+    "data.resident_mb": 0,
+    "model.layers_per_block": 1,
+}
+
+# What may differ when a run is continued: it changes how long a run is or what is written, not what is computed.
+MAY_CHANGE = frozenset(
+    {
+        "training.steps",
+        "training.log_every",
+        "training.checkpoint_every",
+        "training.keep",
+        "training.sample_every",
+        "data.workers",
+        "data.root",
+    }
+)
+
+
+# --------------------------------------------------------------------------------------------------- YAML and differences
+
+
+def dotted(config: RunConfig) -> dict[str, Any]:
+    """Every setting under its dotted key."""
+    return {
+        f"{part.name}.{setting.name}": getattr(getattr(config, part.name), setting.name)
+        for part in dataclasses.fields(config)
+        for setting in dataclasses.fields(getattr(config, part.name))
+    }
+
+
+def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, as key -> (old, new)."""
+    before, after = dotted(old), dotted(new)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration, readable and readable back."""
+    plain = {
+        part: {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+        for part, settings in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
+    """The settings of a YAML file over those of `base`; an unknown key or a wrong type is refused by name."""
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: is not YAML: {error}") from None
+    return merged(base or RunConfig(), content or {}, str(path))
+
+
+def merged(base: RunConfig, changes: Any, where: str) -> RunConfig:
+    """`base` with nested changes such as {"training": {"steps": 10}}."""
+    parts = {part.name: getattr(base, part.name) for part in dataclasses.fields(base)}
+    for name, settings in _mapping(changes, where).items():
+        if name not in parts:
+            raise ValueError(f"{where}: unknown key {name!r}{_nearest(name, parts)}")
+        parts[name] = _merged_part(parts[name], _mapping(settings, f"{where}: {name}"), name, where)
+    return RunConfig(**parts)
+
+
+def _merged_part(part: Any, changes: Mapping[str, Any], name: str, where: str) -> Any:
+    hints = typing.get_type_hints(type(part))
+    values = {}
+    for key, value in changes.items():
+        if key not in hints:
+            raise ValueError(f"{where}: unknown key '{name}.{key}'{_nearest(key, hints, name)}")
+        values[key] = _converted(value, hints[key], f"{where}: {name}.{key}")
+    return dataclasses.replace(part, **values)
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: must hold keys and values, got {value!r}")
+    return value
+
+
+def _nearest(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(str(key), list(known), n=1)
+    return f"; did you mean '{prefix + '.' if prefix else ''}{near[0]}'?" if near else ""
+
+
+def _converted(value: Any, hint: Any, where: str) -> Any:
+    """The value as the setting's type, where YAML's own type stands for it without loss."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return None if value is None else _converted(value, arguments[0], where)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"{where}: must be one of {', '.join(arguments)}, got {value!r}")
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise ValueError(f"{where}: must hold {len(arguments)} numbers, got {value!r}")
+        return tuple(_converted(item, arguments[0], where) for item in value)
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-4 as text
+        except ValueError:
+            pass
+    if not isinstance(hint, type) or not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where}: must be {getattr(hint, '__name__', hint)}, got {value!r}")
+    return value

@@ -1,0 +1,83 @@
+"""What a run says while it runs: metrics.jsonl always, TensorBoard where installed, W&B where asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+
+
+class Events:
+    """Writes one record per line, flushed at once; a record is a step and named numbers."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self.path = folder / METRICS
+        cut_after(self.path, resume_step)
+        self._file = self.path.open("a")
+        self._board = _tensorboard(folder, resume_step)
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Append a record; non-finite numbers become null, which JSON has and NaN is not."""
+        record = {"step": step, "kind": kind} | {key: _jsonable(value) for key, value in values.items()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{key}", value, step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: those steps are run again."""
+        self._file.close()
+        cut_after(self.path, step)
+        self._file = self.path.open("a")
+
+    def close(self) -> None:
+        """Flush and close all writers."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a run in order, and the number of damaged lines that were passed over."""
+    records, damaged = [], 0
+    for line in (folder / METRICS).read_text().splitlines():
+        try:
+            record = json.loads(line)
+            records.append(record if isinstance(record["step"], int) else _refuse())
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    return records, damaged
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the records after `step` and a torn last line: the steps after a checkpoint are run again."""
+    if not path.is_file():
+        return
+    records, _ = read_events(path.parent)
+    kept = [json.dumps(record) for record in records if record["step"] <= step]
+    staged = path.with_suffix(".staged")
+    staged.write_text("".join(line + "\n" for line in kept))
+    staged.replace(path)
+
+
+def _refuse() -> dict[str, Any]:
+    raise ValueError
+
+
+def _jsonable(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tensorboard(folder: Path, resume_step: int) -> Any:
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)

@@ -1,0 +1,328 @@
+"""The training loop: run the same command again and it goes on where it stood, to the bit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import nn
+from tqdm import tqdm
+
+from scalelong.backbones import as_network
+from scalelong.data import load_source, make_loader, to_uint8
+from scalelong.data.grid import save_grid
+from scalelong.diffusion import sample
+from scalelong.skips import coefficients
+from scalelong.training.build import build_model, build_objective
+from scalelong.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_newest,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from scalelong.training.config import RunConfig
+from scalelong.training.ema import Ema
+from scalelong.training.events import Events
+from scalelong.training.guard import Guard, describe
+from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder
+from scalelong.training.step import Stepper, StepResult, learning_rate, sample_indices
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]  # (step, model with gradients) -> values to record
+
+
+class Trainer:
+    """Everything a run holds, on one rank."""
+
+    def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
+        self.ranks = PartialState()
+        self.device = self.ranks.device
+        self.config = config.checked(self.ranks.num_processes, self.device.type == "cuda")
+        self.folder = Path(folder)
+        self.observers = list(observers)
+        self.source = load_source(
+            config.data.name, image_size=config.data.image_size, split=config.data.split, root=config.data.root
+        )
+        self.model = build_model(config, self.source.shape).to(self.device)
+        if self.ranks.is_main_process:
+            claim_folder(self.folder, config, checkpoint_bytes(self.model))
+        self.ranks.wait_for_everyone()
+        self.objective = build_objective(config)
+        self.loader = make_loader(
+            self.source,
+            config.training.seed,
+            self.device,
+            flip=config.data.flip,
+            workers=config.data.workers,
+            resident_limit_bytes=config.data.resident_mb * 2**20,
+        )
+        self.ema = Ema(self.model, config.training.ema_decay)
+        self.stepper = Stepper(config, self.model, self.objective, self.device, self.ranks.num_processes)
+        self.guard = Guard(config.training.on_nonfinite, config.training.max_nonfinite)
+        self.step = 0
+        self.seconds = 0.0
+        self.window = Window()
+        self.asked_to_stop = False  # this rank got a signal
+        self.stopping = False  # some rank did, and all know
+
+    def run(self) -> Path:
+        """Train to the end (or until asked to stop) and return the run's folder."""
+        self._resume()
+        if self.step >= self.config.training.steps:
+            logger.info("%s is complete at step %d", self.folder, self.step)
+            return self.folder
+        events = Events(self.folder, self.step) if self.ranks.is_main_process else None
+        try:
+            if self.step == 0 and self.config.training.on_nonfinite == "rewind":
+                self._save()  # something to rewind to
+            with _StopSignals(self._ask_to_stop):
+                self._train(events)
+        finally:
+            if events is not None:
+                events.close()
+        return self.folder
+
+    def _train(self, events: Events | None) -> None:
+        if events is not None:
+            events.write(self.step, "start", environment(self.device, self.ranks.num_processes))
+        bar = tqdm(
+            total=self.config.training.steps,
+            initial=self.step,
+            unit="step",
+            desc=str(self.folder.name),
+            disable=None if self.ranks.is_main_process else True,
+        )
+        with bar:
+            while self.step < self.config.training.steps and not self.stopping:
+                self._stretch(events, bar)
+
+    def _stretch(self, events: Events | None, bar: Any) -> None:
+        """Steps in a row, until the end, a request to stop, or a rewind."""
+        settings = self.config.training
+        batches = self.loader.batches(self._index_batches(self.step + 1))
+        while self.step < settings.steps and not self.stopping:
+            started = time.perf_counter()
+            step = self.step + 1
+            result = self.stepper.compute(step, islice(batches, settings.accumulate), self.asked_to_stop)
+            if step in self.guard.avoid and step not in self.guard.skipped:
+                self.guard.skipped.append(step)
+            elif result.finite:
+                self.stepper.update()
+            elif self._judge(step, result) == "rewind":
+                self.stepper.clear()
+                self._rewind(events, bar)
+                return
+            self.step = step
+            self.ema.update(self.model, step)
+            observed = [values for observer in self.observers if (values := observer(step, self.model))]
+            self.stepper.clear()
+            self.window.add(result)
+            self.seconds += time.perf_counter() - started
+            self.stopping = result.stop
+            self._report(events, bar, observed)
+
+    def _rewind(self, events: Events | None, bar: Any) -> None:
+        """Back to the newest checkpoint; the step that went wrong is left out when it comes again."""
+        self._resume()
+        bar.n = self.step
+        if events is not None:
+            events.rewind(self.step)
+
+    def _judge(self, step: int, result: StepResult) -> str:
+        sentence = describe(step, result.loss, result.gradient_norm, result.suspects)
+        verdict = self.guard.judge(step, sentence)
+        logger.warning("%s; policy: %s", sentence, verdict)
+        return verdict
+
+    def _report(self, events: Events | None, bar: Any, observed: list[Mapping[str, Any]]) -> None:
+        """What is due after this step: records, a checkpoint, a grid of samples."""
+        settings, step = self.config.training, self.step
+        last = step == settings.steps or self.stopping
+        bar.update(1)
+        if events is not None:
+            for values in observed:
+                events.write(step, "probe", values)
+        if step % settings.log_every == 0 or last:
+            record = self._record()
+            bar.set_postfix(loss=f"{record['loss']:.4f}", img_s=f"{record['images_per_second']:.0f}")
+            if events is not None:
+                events.write(step, "train", record)
+        if settings.sample_every and (step % settings.sample_every == 0 or last) and self.ranks.is_main_process:
+            self._draw_samples()
+        if step % settings.checkpoint_every == 0 or last:
+            self._save()
+
+    def _record(self) -> dict[str, Any]:
+        window, self.window = self.window, Window(since=self.seconds)
+        elapsed = self.seconds - window.since
+        return {
+            "loss": window.mean(window.loss),
+            "gradient_norm": window.mean(window.gradient_norm),
+            "gradient_norm_max": window.gradient_norm_max,
+            "lr": learning_rate(self.config, self.step),
+            "images_per_second": window.count * self.config.training.batch_size / max(elapsed, 1e-9),
+            "seconds": round(self.seconds, 3),
+            "skipped": len(self.guard.skipped),
+            "kappa": [round(k, 6) for k in coefficients(self.model)],
+        }
+
+    def _index_batches(self, first_step: int) -> Iterator[torch.Tensor]:
+        ranks, settings = self.ranks, self.config.training
+        for step in range(first_step, settings.steps + 1):
+            for part in range(settings.accumulate):
+                yield sample_indices(self.config, step, part, ranks.process_index, ranks.num_processes)
+
+    def _draw_samples(self) -> None:
+        settings = self.config.sampling
+        index = torch.arange(settings.count, device=self.device)
+        images = sample(
+            self.objective,
+            as_network(self.ema.model),
+            (self.config.training.seed, index, self.source.shape),
+            sampler=settings.sampler,
+            steps=settings.steps,
+            clip=settings.clip,
+        )
+        save_grid(to_uint8(images), self.folder / SAMPLES / f"step-{self.step:08d}.png")
+
+    # ------------------------------------------------------------------------------------------------ saving, resuming
+
+    def _parameter_names(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters()]
+
+    def _save(self) -> None:
+        if self.ranks.is_main_process:
+            tensors = {
+                "model": self.model.state_dict(),
+                "ema": self.ema.model.state_dict(),
+                "optimizer": optimizer_tensors(self.stepper.optimizer, self._parameter_names()),
+            }
+            try:
+                save_checkpoint(
+                    self.folder / CHECKPOINTS, self.step, Checkpoint(tensors, self._state()), self.config.training.keep
+                )
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact, "
+                    "run the same command again once there is space"
+                ) from error
+        self.ranks.wait_for_everyone()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "shape": list(self.source.shape),
+            "data": self.source.fingerprint,
+            "window": vars(self.window),
+            "guard": self.guard.state(),
+            "scaler": self.stepper.scaler.state_dict(),
+        }
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint, or stay at step 0 if there never was one."""
+        newest = load_newest(self.folder / CHECKPOINTS)
+        if newest is None:
+            return
+        path, checkpoint = newest
+        if checkpoint.state["data"] != self.source.fingerprint:
+            raise CheckpointError(
+                f"{path}: was trained on other data than {self.source.name} holds now; use a new folder"
+            )
+        self.model.load_state_dict(checkpoint.tensors["model"])
+        self.ema.model.load_state_dict(checkpoint.tensors["ema"])
+        restore_optimizer(self.stepper.optimizer, self._parameter_names(), checkpoint.tensors["optimizer"])
+        if self.stepper.scaler.is_enabled():
+            self.stepper.scaler.load_state_dict(checkpoint.state["scaler"])
+        self.guard.restore(checkpoint.state["guard"])
+        self.window = Window(**checkpoint.state["window"])
+        self.step, self.seconds = checkpoint.state["step"], checkpoint.state["seconds"]
+        logger.info("resumed from %s", path)
+
+    def _ask_to_stop(self) -> None:
+        self.asked_to_stop = True
+
+
+class Window:
+    """Sums over the steps since the last record."""
+
+    def __init__(
+        self,
+        loss: float = 0.0,
+        gradient_norm: float = 0.0,
+        gradient_norm_max: float = 0.0,
+        count: int = 0,
+        since: float = 0.0,
+    ) -> None:
+        self.loss, self.gradient_norm, self.gradient_norm_max = loss, gradient_norm, gradient_norm_max
+        self.count, self.since = count, since
+
+    def add(self, result: StepResult) -> None:
+        """Count a step; what is not finite was reported on its own."""
+        if result.finite and not result.overflow:
+            self.loss += result.loss
+            self.gradient_norm += result.gradient_norm
+            self.gradient_norm_max = max(self.gradient_norm_max, result.gradient_norm)
+            self.count += 1
+
+    def mean(self, total: float) -> float:
+        return total / self.count if self.count else math.nan
+
+
+class _StopSignals:
+    """SIGTERM and the first Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self.ask = ask
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
+        self.ask()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def checkpoint_bytes(model: nn.Module) -> int:
+    """Weights, average, and AdamW's two moments."""
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def environment(device: torch.device, ranks: int) -> dict[str, Any]:
+    """What a reader of the run wants to know of where it ran."""
+    return {
+        "command": shlex.join(sys.argv),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "ranks": ranks,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:
+    """Train what `config` describes into `folder`; the same call again resumes."""
+    return Trainer(config, folder, observers).run()

@@ -1,0 +1,94 @@
+"""A run as a folder: what may be written where, and how a trained model is read back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from scalelong.data.base import Shape
+from scalelong.diffusion import Objective
+from scalelong.training.build import build_model, build_objective
+from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
+from scalelong.training.config import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+SAMPLES = "samples"
+
+
+def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> None:
+    """Make `folder` this run's, or refuse before any work: another configuration, no permission, no space."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    if (folder / CONFIG).is_file():
+        _check_same(folder, config)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(
+            f"out: cannot make {folder}: {error.strerror}; choose a folder you may write to"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"out: no permission to write to {folder}; choose another folder")
+    needed = checkpoint_bytes * (config.training.keep + 1)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"out: {folder} has {free / 1e9:.1f} GB free; {config.training.keep} checkpoints and one being written need "
+            f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
+        )
+    staged = folder / f".{CONFIG}"
+    staged.write_text(to_yaml(config))
+    staged.replace(folder / CONFIG)
+
+
+def _check_same(folder: Path, config: RunConfig) -> None:
+    changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
+    if changed:
+        lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
+        raise ValueError(f"out: {folder} holds a run of another configuration:\n{lines}\nchoose another folder")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained model and what is needed to draw from it."""
+
+    folder: Path
+    config: RunConfig
+    model: nn.Module
+    objective: Objective
+    shape: Shape
+    step: int
+
+
+def load_run(
+    folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
+) -> TrainedRun:
+    """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{folder}: is no run (it holds no {CONFIG}); give the folder that scalelong train wrote"
+        )
+    if weights not in ("ema", "model"):
+        raise ValueError(f"weights: must be ema or model, got {weights!r}")
+    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder / CHECKPOINTS)}
+    if not found:
+        raise CheckpointError(f"{folder}: holds no checkpoint yet; the run has not reached its first")
+    if step is not None and step not in found:
+        raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
+    chosen = max(found) if step is None else step
+    checkpoint = load_checkpoint(found[chosen], only=(weights,))
+    config = from_yaml(folder / CONFIG)
+    channels, height, width = checkpoint.state["shape"]
+    model = build_model(config, (channels, height, width))
+    model.load_state_dict(checkpoint.tensors[weights])
+    model.to(device).eval().requires_grad_(False)
+    return TrainedRun(folder, config, model, build_objective(config), (channels, height, width), chosen)

@@ -1,0 +1,140 @@
+"""One optimizer step: forward, backward, and the update if all is finite."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scalelong.backbones import as_network
+from scalelong.data import Batch
+from scalelong.diffusion import Objective, draw_time_and_noise
+from scalelong.training.config import RunConfig
+from scalelong.training.guard import Suspects, find_suspects
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step found; the update is done by `Stepper.update` once it is known to be sound."""
+
+    loss: float
+    gradient_norm: float
+    stop: bool  # some rank was asked to stop
+    overflow: bool  # fp16 only: the loss scale was too high, which is no fault of the run
+    suspects: list[Suspects]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.overflow)
+
+
+class Stepper:
+    """The model under training with its optimizer, on one rank of `world_size`."""
+
+    def __init__(
+        self, config: RunConfig, model: nn.Module, objective: Objective, device: torch.device, world_size: int
+    ) -> None:
+        self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            weight_decay=config.optimizer.weight_decay,
+            fused=device.type == "cuda",
+        )
+        self.precision = resolve_precision(config, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == torch.float16)
+        self.wrapped: Any = model
+        if world_size > 1:
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False
+            )
+        if config.training.compile != "off":
+            mode = None if config.training.compile == "default" else config.training.compile
+            self.wrapped = torch.compile(self.wrapped, mode=mode)
+        self.net = as_network(self.wrapped)
+
+    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool) -> StepResult:
+        """Gradients of step `step` (from 1) over all ranks' micro-batches, and whether they are sound."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        parts = self.config.training.accumulate
+        losses, indices, times = [], [], []
+        for part, batch in enumerate(micro_batches):
+            with self._sync_only_at(part == parts - 1), self._autocast():
+                t, noise = draw_time_and_noise(
+                    self.objective.process, self.config.training.seed, batch.index, batch.images.shape[1:]
+                )
+                loss = self.objective.loss(self.net, batch.images, noise, t)
+            with self._sync_only_at(part == parts - 1):
+                self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            indices.append(batch.index)
+            times.append(t)
+        return self._result(torch.cat(losses), torch.cat(indices), torch.cat(times), stop)
+
+    def update(self) -> None:
+        """Apply the gradients that `compute` found."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _result(self, losses: Tensor, index: Tensor, t: Tensor, stop: bool) -> StepResult:
+        self.scaler.unscale_(self.optimizer)
+        limit = self.config.optimizer.clip_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        shared = torch.stack([losses.mean() / self.world_size, losses.new_tensor(float(stop))])
+        if self.world_size > 1:
+            dist.all_reduce(shared)
+        loss, stops, gradient_norm = torch.cat([shared, norm.reshape(1)]).tolist()
+        overflow = self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(gradient_norm)
+        sound = math.isfinite(loss) and (math.isfinite(gradient_norm) or overflow)
+        suspects = [] if sound else self._gather(find_suspects(losses, index, t))
+        return StepResult(loss, gradient_norm, stops > 0, overflow, suspects)
+
+    def _gather(self, mine: Suspects) -> list[Suspects]:
+        if self.world_size == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def _sync_only_at(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """DDP averages gradients once per step, at the last micro-batch."""
+        ddp = getattr(self.wrapped, "_orig_mod", self.wrapped)
+        return contextlib.nullcontext() if last or self.world_size == 1 else ddp.no_sync()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        enabled = self.precision != torch.float32
+        return torch.autocast(self.device.type, dtype=self.precision, enabled=enabled)
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Linear warm-up over the first steps, then constant."""
+    return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))
+
+
+def resolve_precision(config: RunConfig, device: torch.device) -> torch.dtype:
+    """The type that matrix products are computed in."""
+    chosen = config.training.precision
+    if chosen == "auto":
+        chosen = "bf16" if device.type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[chosen]
+
+
+def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_size: int) -> Tensor:
+    """The global sample indices of one micro-batch: step `step` (from 1) covers the next batch_size samples."""
+    settings = config.training
+    size = settings.batch_size // (world_size * settings.accumulate)
+    first = (step - 1) * settings.batch_size + (part * world_size + rank) * size
+    return torch.arange(first, first + size)
