@@ -1,0 +1,53 @@
+"""Two real processes, joined by torch.distributed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from scalelong.evaluation import FeatureStatistics, RandomConvFeatures, Result, evaluate_images
+from scalelong.evaluation.ranks import all_parts
+
+from .test_extractors import images
+
+WORLD = 2
+
+
+def evaluated(part: torch.Tensor) -> Result:
+    extractor = RandomConvFeatures(channels=2)
+    real = extractor(images(50, seed=9))
+    reference = FeatureStatistics.from_features(real, extractor=extractor.name, extractor_hash=extractor.hash)
+    return evaluate_images(part.split(10), reference, extractor, kid_reference=real, kid_subset_size=20, kid_subsets=3)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    try:
+        parts = all_parts(torch.full((rank * 3, 2), float(rank)))
+        assert [len(part) for part in parts] == [0, 3]
+        result = evaluated(images(45)[rank * 30 :][:30])
+        (Path(folder) / f"{rank}.json").write_text(result.to_json())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_alone_there_is_one_part() -> None:
+    own = torch.rand(3, 2)
+    assert all_parts(own) == [own]
+
+
+@pytest.mark.slow
+def test_ranks_get_the_result_of_the_whole(tmp_path: Path) -> None:
+    mp.spawn(work, (str(tmp_path),), nprocs=WORLD)
+    whole = json.loads(evaluated(images(45)).to_json())
+    for rank in range(WORLD):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["value"] == pytest.approx(whole["value"], rel=1e-9)
+        assert found["kid"]["mean"] == pytest.approx(whole["kid"]["mean"], rel=1e-5)
+        assert found["n"] == whole["n"] == 45
