@@ -1,0 +1,245 @@
+"""The loop: resuming, refusing, stopping, and what happens at a step that is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scalelong.training import NonFiniteError, Trainer, load_run, read_events, train
+from scalelong.training.checkpoint import CheckpointError
+from scalelong.training.config import RunConfig
+from tests.training.tiny import losses, newest, tiny
+
+
+def assert_same_run(one, other) -> None:
+    """Equal loss sequences and bit-equal weights, average and optimizer at the end."""
+    assert losses(one) == losses(other)
+    for name in ("model", "ema", "optimizer"):
+        first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (one, other))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[key]) for key, value in first.items()), name
+
+
+class Poison:
+    """Makes the network's output for one sample NaN in the forward pass of one step, the first time it is reached."""
+
+    def __init__(self, trainer: Trainer, step: int, sample: int = 2, times: int = 1) -> None:
+        self.trainer, self.step, self.sample, self.times = trainer, step, sample, times
+        trainer.model.register_forward_hook(self)
+
+    def __call__(self, _module, _args, output):
+        if self.trainer.step + 1 == self.step and self.times > 0:
+            self.times -= 1
+            output = output.clone()
+            output[self.sample] = float("nan")
+        return output
+
+
+def test_a_run_writes_what_it_should(tmp_path) -> None:
+    folder = train(tiny(training_steps=6, training_sample_every=3), tmp_path / "run")
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "checkpoints", "samples", "tensorboard",
+    }  # fmt: skip
+    assert [path.name for path in sorted((folder / "samples").iterdir())] == ["step-00000003.png", "step-00000006.png"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000004", "step-00000006"]
+    records, damaged = read_events(folder)
+    assert damaged == 0
+    assert records[0]["kind"] == "start"
+    assert "pytest" in records[0]["command"]
+    last = records[-1]
+    assert last["step"] == 6
+    assert last.keys() >= {"loss", "gradient_norm", "lr", "images_per_second", "seconds", "skipped", "kappa"}
+
+
+def test_training_learns(tmp_path) -> None:
+    folder = train(tiny(training_steps=150, training_batch_size=16, optimizer_lr=3e-3), tmp_path / "run")
+    found = [loss for _, loss in losses(folder)]
+    assert sum(found[-20:]) < 0.8 * sum(found[:20])
+
+
+@pytest.mark.parametrize("changes", [{}, {"training_accumulate": 2}, {"training_log_every": 5}], ids=str)
+def test_going_on_is_bit_identical_to_never_having_stopped(changes, tmp_path) -> None:
+    whole = train(tiny(**changes), tmp_path / "whole")
+    train(tiny(training_steps=6, **changes), tmp_path / "parts")
+    if "training_log_every" in changes:  # the records in between are at other steps when a run ends in between
+        shutil.rmtree(newest(tmp_path / "parts"))
+    parts = train(tiny(**changes), tmp_path / "parts")
+    assert_same_run(whole, parts)
+
+
+def test_the_same_command_on_a_finished_run_changes_nothing(tmp_path) -> None:
+    folder = train(tiny(training_steps=4), tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_text()
+    train(tiny(training_steps=4), tmp_path / "run")
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_a_stream_gives_the_same_run_as_a_resident_set(tmp_path) -> None:
+    resident = train(tiny(training_steps=5), tmp_path / "resident")
+    stream = train(tiny(training_steps=5, data_resident_mb=0), tmp_path / "stream")
+    assert losses(resident) == losses(stream)
+
+
+def test_accumulating_gives_the_same_run_up_to_rounding(tmp_path) -> None:
+    one = train(tiny(training_steps=5), tmp_path / "one")
+    four = train(tiny(training_steps=5, training_accumulate=4), tmp_path / "four")
+    assert [loss for _, loss in losses(four)] == pytest.approx([loss for _, loss in losses(one)], rel=1e-4)
+
+
+def test_another_configuration_in_the_folder_is_shown_and_refused(tmp_path) -> None:
+    train(tiny(training_steps=4), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"(?s)another configuration:.*optimizer\.lr: 0\.001 there, 0\.5 asked for"):
+        train(tiny(training_steps=4, optimizer_lr=0.5), tmp_path / "run")
+
+
+def test_a_folder_with_other_things_in_it_is_refused(tmp_path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match=r"not empty and holds no config\.yaml"):
+        train(tiny(), tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        train(tiny(), tmp_path / "thesis.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_too_little_space_is_said_before_training(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
+    with pytest.raises(OSError, match=r"0\.0 GB free; 2 checkpoints and one being written need"):
+        train(tiny(), tmp_path / "run")
+
+
+def test_no_permission_is_said_before_training(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match="no permission to write"):
+        train(tiny(), tmp_path / "run")
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch) -> None:
+    trainer = Trainer(tiny(), tmp_path / "run")
+    real = trainer._state
+
+    def full_at_step_8() -> dict[str, object]:
+        if trainer.step == 8:
+            raise OSError(28, "No space left on device")
+        return real()
+
+    monkeypatch.setattr(trainer, "_state", full_at_step_8)
+    with pytest.raises(CheckpointError, match=r"step 8: the checkpoint could not be written.*intact"):
+        trainer.run()
+    assert newest(tmp_path / "run").name == "step-00000004"
+
+
+def test_other_data_under_the_same_name_is_refused(tmp_path, monkeypatch) -> None:
+    train(tiny(training_steps=4), tmp_path / "run")
+    trainer = Trainer(tiny(), tmp_path / "run")
+    monkeypatch.setitem(trainer.source.__dict__, "fingerprint", "other")
+    with pytest.raises(CheckpointError, match="trained on other data"):
+        trainer.run()
+
+
+class TestNonFinite:
+    """A sample whose loss is NaN at step 6."""
+
+    def trainer(self, folder, policy: str, **changes: object) -> Trainer:
+        return Trainer(tiny(training_on_nonfinite=policy, **changes), folder)
+
+    def test_raise_stops_before_the_update_and_names_step_sample_and_time(self, tmp_path) -> None:
+        trainer = self.trainer(tmp_path / "run", "raise")
+        Poison(trainer, step=6)
+        with pytest.raises(NonFiniteError, match=r"step 6: the loss is not finite.*samples \[42\] at t = \[0\.\d+\]"):
+            trainer.run()
+        clean = train(tiny(training_steps=5), tmp_path / "clean")
+        weights = load_file(newest(clean) / "model.safetensors")
+        assert all(torch.equal(value, weights[key]) for key, value in trainer.model.state_dict().items())
+
+    def test_skip_leaves_the_update_out_and_counts_it(self, tmp_path, caplog) -> None:
+        trainer = self.trainer(tmp_path / "run", "skip")
+        Poison(trainer, step=6)
+        with caplog.at_level(logging.WARNING):
+            trainer.run()
+        assert "policy: skip" in caplog.text
+        assert trainer.guard.skipped == [6]
+        record = [r for r in read_events(tmp_path / "run")[0] if r["kind"] == "train"][-1]
+        assert (record["step"], record["skipped"]) == (12, 1)
+        assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+    def test_rewind_goes_back_and_leaves_that_step_out(self, tmp_path) -> None:
+        rewound = self.trainer(tmp_path / "rewound", "rewind")
+        Poison(rewound, step=6)
+        rewound.run()
+        skipped = self.trainer(tmp_path / "skipped", "skip")
+        Poison(skipped, step=6)
+        skipped.run()
+        assert rewound.guard.skipped == [6]
+        assert [step for step, _ in losses(tmp_path / "rewound")] == list(range(1, 13))
+        for one, other in zip(rewound.model.parameters(), skipped.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+    def test_too_many_are_too_many(self, tmp_path) -> None:
+        trainer = self.trainer(tmp_path / "run", "skip", training_max_nonfinite=2)
+        for step in (2, 3, 4):
+            Poison(trainer, step)
+        with pytest.raises(NonFiniteError, match=r"step 4.*max_nonfinite = 2"):
+            trainer.run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, tmp_path) -> None:
+    trainer = Trainer(tiny(), tmp_path / "run")
+    trainer.observers.append(lambda step, model: os.kill(os.getpid(), number) if step == 6 else None)
+    before = signal.getsignal(number)
+    trainer.run()
+    assert trainer.step == 7  # the signal arrived after step 6 was reduced; the next one carries it to every rank
+    assert newest(tmp_path / "run").name == "step-00000007"
+    assert signal.getsignal(number) == before
+    train(tiny(), tmp_path / "run")
+    assert_same_run(train(tiny(), tmp_path / "whole"), tmp_path / "run")
+
+
+def test_observers_see_the_gradients_and_their_values_are_recorded(tmp_path) -> None:
+    trainer = Trainer(tiny(training_steps=3), tmp_path / "run")
+    trainer.observers.append(lambda step, model: {"bias": float(model.norm.bias.grad.norm())})
+    trainer.run()
+    probes = [record for record in read_events(tmp_path / "run")[0] if record["kind"] == "probe"]
+    assert [record["step"] for record in probes] == [1, 2, 3]
+    assert all(record["bias"] > 0 for record in probes)
+
+
+class TestLoadRun:
+    """Reading a trained model back."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return train(tiny(training_steps=8), tmp_path / "run")
+
+    def test_the_average_or_the_weights_at_any_checkpoint(self, folder) -> None:
+        for weights in ("ema", "model"):
+            for step in (4, 8):
+                run = load_run(folder, weights=weights, step=step)
+                saved = load_file(folder / "checkpoints" / f"step-{step:08d}" / f"{weights}.safetensors")
+                assert all(torch.equal(saved[key], value) for key, value in run.model.state_dict().items())
+                assert (run.step, run.shape) == (step, (1, 8, 8))
+        assert load_run(folder).step == 8
+
+    def test_what_is_not_there_is_said(self, folder, tmp_path) -> None:
+        with pytest.raises(ValueError, match="no checkpoint at 5; there are 4, 8"):
+            load_run(folder, step=5)
+        with pytest.raises(ValueError, match="must be ema or model"):
+            load_run(folder, weights="best")
+        with pytest.raises(FileNotFoundError, match="is no run"):
+            load_run(tmp_path / "elsewhere")
+        shutil.rmtree(folder / "checkpoints")
+        with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+            load_run(folder)
+
+
+def test_edm_and_ddpm_train_too(tmp_path) -> None:
+    for process in ("edm", "ddpm", "cosine"):
+        config: RunConfig = dataclasses.replace(tiny(training_steps=3, diffusion_process=process))
+        assert len(losses(train(config, tmp_path / process))) == 3

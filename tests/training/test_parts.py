@@ -1,0 +1,132 @@
+"""The small parts of training: average, events, guard, rate, indices, model building."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from scalelong.training.build import build_model
+from scalelong.training.ema import Ema
+from scalelong.training.events import Events, cut_after, read_events
+from scalelong.training.guard import Guard, NonFiniteError, describe, find_suspects
+from scalelong.training.step import learning_rate, resolve_precision, sample_indices
+from tests.training.tiny import tiny
+
+
+def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    ema = Ema(model, decay=0.5)
+    expected = model.weight.detach().clone()
+    for step in range(1, 6):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        ema.update(model, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+        torch.testing.assert_close(ema.model.weight, expected.expand_as(model.weight))
+    assert not ema.model.weight.requires_grad
+
+
+def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
+    ema = Ema(torch.nn.Linear(1, 1), 0.9999)
+    assert ema.decay_at(0) == 0.1
+    assert ema.decay_at(90) == 0.91
+    assert ema.decay_at(10**7) == 0.9999
+
+
+def test_records_are_one_json_object_per_line(tmp_path) -> None:
+    events = Events(tmp_path, 0)
+    events.write(1, "train", {"loss": 0.5, "kappa": [1.0, 0.7]})
+    events.write(2, "train", {"loss": math.nan})
+    events.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "kind": "train", "loss": 0.5, "kappa": [1.0, 0.7]},
+        {"step": 2, "kind": "train", "loss": None},
+    ]
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_what_came_after_the_checkpoint_is_cut_and_a_torn_line_dropped(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    cut_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_damaged_lines_are_counted(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"no": 1}\n[1]\n{"step": "x"}\n{"step": 2}\n')
+    records, damaged = read_events(tmp_path)
+    assert [r["step"] for r in records] == [1, 2]
+    assert damaged == 4
+
+
+def test_the_bad_samples_are_named() -> None:
+    suspects = find_suspects(
+        torch.tensor([1.0, math.nan, math.inf]), torch.tensor([7, 8, 9]), torch.tensor([0.1, 0.2, 0.3])
+    )
+    sentence = describe(5, math.nan, math.nan, [suspects])
+    assert sentence.startswith("step 5: the loss is not finite")
+    assert "samples [8, 9] at t = [0.2, 0.3]" in sentence
+    assert "gradient is not finite" in describe(5, 1.0, math.inf, [])
+
+
+def test_each_policy_does_what_it_says() -> None:
+    with pytest.raises(NonFiniteError, match=r"stopped before the update.*training\.on_nonfinite"):
+        Guard("raise", 10).judge(3, "step 3")
+    skip = Guard("skip", 2)
+    assert [skip.judge(step, "s") for step in (3, 8)] == ["skip", "skip"]
+    with pytest.raises(NonFiniteError, match=r"training\.max_nonfinite = 2"):
+        skip.judge(9, "s")
+    rewind = Guard("rewind", 2)
+    assert rewind.judge(3, "s") == "rewind"
+    again = Guard("rewind", 2)
+    again.restore(rewind.state())
+    assert again.avoid == {3}
+    assert again.rewinds == 1
+
+
+def test_the_rate_warms_up_linearly() -> None:
+    config = tiny(optimizer_warmup_steps=10, optimizer_lr=2.0)
+    assert [learning_rate(config, step) for step in (1, 5, 10, 99)] == [0.2, 1.0, 2.0, 2.0]
+    assert learning_rate(tiny(optimizer_warmup_steps=0, optimizer_lr=2.0), 1) == 2.0
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_ranks_and_micro_batches_cover_each_sample_once(world_size: int, accumulate: int) -> None:
+    config = tiny(training_accumulate=accumulate)
+    parts = [
+        sample_indices(config, step, part, rank, world_size)
+        for step in (1, 2, 3)
+        for part in range(accumulate)
+        for rank in range(world_size)
+    ]
+    assert torch.cat(parts).sort().values.tolist() == list(range(24))
+
+
+def test_precision_follows_the_device() -> None:
+    assert resolve_precision(tiny(), torch.device("cpu")) == torch.float32
+    assert resolve_precision(tiny(), torch.device("cuda")) == torch.bfloat16
+    assert resolve_precision(tiny(training_precision="bf16"), torch.device("cpu")) == torch.bfloat16
+
+
+def test_every_method_starts_from_the_same_weights_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    models = [build_model(tiny(scaling_method=method), (1, 8, 8)) for method in ("none", "cs", "ls")]
+    assert torch.equal(torch.get_rng_state(), before)
+    states = [
+        {key: value for key, value in model.state_dict().items() if not key.startswith("scalelong")} for model in models
+    ]
+    for other in states[1:]:
+        assert all(torch.equal(other[key], value) for key, value in states[0].items())
+    assert not torch.equal(build_model(tiny(training_seed=1), (1, 8, 8)).pos_embed, models[0].pos_embed)
+
+
+def test_a_unet_is_built_for_the_images_at_hand() -> None:
+    model = build_model(tiny(model_backbone="unet", model_channels=(32, 64)), (1, 8, 8))
+    assert model(torch.zeros(2, 1, 8, 8), 3).sample.shape == (2, 1, 8, 8)
+    assert len(model.scalelong.current()) == 6

@@ -1,0 +1,48 @@
+"""A run that takes a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from scalelong.training import RunConfig
+from scalelong.training.config import (
+    DataSettings,
+    DiffusionSettings,
+    ModelSettings,
+    OptimizerSettings,
+    SamplingSettings,
+    ScalingSettings,
+    TrainingSettings,
+)
+
+TINY = RunConfig(
+    data=DataSettings("digits", workers=0),
+    model=ModelSettings("uvit", patch_size=4, dim=16, depth=4, heads=2),
+    scaling=ScalingSettings("ls"),
+    diffusion=DiffusionSettings("vp"),
+    optimizer=OptimizerSettings(lr=1e-3, warmup_steps=5, clip_norm=1.0),
+    training=TrainingSettings(steps=12, batch_size=8, log_every=1, checkpoint_every=4, sample_every=0, ema_decay=0.9),
+    sampling=SamplingSettings("ddim", steps=2, count=4),
+)
+
+
+def tiny(**changes: Any) -> RunConfig:
+    """TINY with dotted changes, for example training_steps=3."""
+    config = TINY
+    for key, value in changes.items():
+        part, _, setting = key.partition("_")
+        config = dataclasses.replace(config, **{part: dataclasses.replace(getattr(config, part), **{setting: value})})
+    return config
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every training record."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in records if r["kind"] == "train"]
+
+
+def newest(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").iterdir())[-1]
