@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shlex
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -45,14 +47,14 @@ class Poison:
 def test_a_run_writes_what_it_should(tmp_path) -> None:
     folder = train(tiny(training_steps=6, training_sample_every=3), tmp_path / "run")
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "samples", "tensorboard",
+        ".lock", "config.yaml", "metrics.jsonl", "checkpoints", "samples", "tensorboard",
     }  # fmt: skip
     assert [path.name for path in sorted((folder / "samples").iterdir())] == ["step-00000003.png", "step-00000006.png"]
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-00000004", "step-00000006"]
     records, damaged = read_events(folder)
     assert damaged == 0
     assert records[0]["kind"] == "start"
-    assert "pytest" in records[0]["command"]
+    assert records[0]["command"] == shlex.join(sys.argv)
     last = records[-1]
     assert last["step"] == 6
     assert last.keys() >= {"loss", "gradient_norm", "lr", "images_per_second", "seconds", "skipped", "kappa"}

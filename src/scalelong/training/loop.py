@@ -38,7 +38,7 @@ from scalelong.training.config import RunConfig
 from scalelong.training.ema import Ema
 from scalelong.training.events import Events
 from scalelong.training.guard import Guard, describe
-from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder
+from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder, lock_folder
 from scalelong.training.step import Stepper, StepResult, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,9 @@ class Trainer:
     """Everything a run holds, on one rank."""
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
-        self.ranks = PartialState()
+        self.ranks = PartialState(
+            cpu=not torch.cuda.is_available()
+        )  # without this, ranks on CPUs do not find each other
         self.device = self.ranks.device
         self.config = config.checked(self.ranks.num_processes, self.device.type == "cuda")
         self.folder = Path(folder)
@@ -61,6 +63,7 @@ class Trainer:
         self.model = build_model(config, self.source.shape).to(self.device)
         if self.ranks.is_main_process:
             claim_folder(self.folder, config, checkpoint_bytes(self.model))
+            self._lock = lock_folder(self.folder)
         self.ranks.wait_for_everyone()
         self.objective = build_objective(config)
         self.loader = make_loader(
@@ -95,6 +98,7 @@ class Trainer:
         finally:
             if events is not None:
                 events.close()
+                self._lock.close()
         return self.folder
 
     def _train(self, events: Events | None) -> None:

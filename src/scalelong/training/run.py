@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from scalelong.training.config import MAY_CHANGE, RunConfig, differences, from_y
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
+LOCK = ".lock"
 
 
 def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> None:
@@ -47,6 +50,17 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> None
     staged = folder / f".{CONFIG}"
     staged.write_text(to_yaml(config))
     staged.replace(folder / CONFIG)
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Keep other processes from training into the same folder; held until the file is closed or the process dies."""
+    handle = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
+    return handle
 
 
 def _check_same(folder: Path, config: RunConfig) -> None:

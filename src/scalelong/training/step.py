@@ -54,7 +54,7 @@ class Stepper:
         self.wrapped: Any = model
         if world_size > 1:
             self.wrapped = nn.parallel.DistributedDataParallel(
-                model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False
+                model, device_ids=[device.index] if device.type == "cuda" else None
             )
         if config.training.compile != "off":
             mode = None if config.training.compile == "default" else config.training.compile
