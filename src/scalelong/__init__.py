@@ -16,6 +16,7 @@ from scalelong.skips import (
     remove,
     save,
     skip_table,
+    verify,
 )
 
 __version__ = "0.1.0"
@@ -31,4 +32,5 @@ __all__ = [
     "remove",
     "save",
     "skip_table",
+    "verify",
 ]

@@ -1,13 +1,19 @@
-"""Where a scaling is applied: finding long skips, putting a scaling on a model, taking it off, saving it."""
+"""Where a scaling is applied: finding long skips, putting a scaling on a model, checking it, taking it off, saving it."""
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, is_scaled, remove, scaling_of
 from scalelong.skips.known import known_families
+from scalelong.skips.loops import NoLongSkipsError
 from scalelong.skips.persist import from_pretrained, load, save
+from scalelong.skips.reach import measure_reach
 from scalelong.skips.sites import LongSkip, skip_table
+from scalelong.skips.verify import VerificationError, VerificationReport, verify
 
 __all__ = [
     "Handle",
     "LongSkip",
+    "NoLongSkipsError",
+    "VerificationError",
+    "VerificationReport",
     "apply",
     "coefficients",
     "find_skips",
@@ -15,8 +21,10 @@ __all__ = [
     "is_scaled",
     "known_families",
     "load",
+    "measure_reach",
     "remove",
     "save",
     "scaling_of",
     "skip_table",
+    "verify",
 ]

@@ -1,42 +1,36 @@
-"""Put a scaling on a model in place, and take it off again.
-
-A forward-pre-hook on each consumer scales the skip on its way in. The hook is a plain function of this module and what it
-needs stands on the consumer, so deep copies, pickles and compiled graphs are independent of the original. The gates are
-registered once, at the root, as `model.scalelong`.
-"""
+"""Put a scaling on a model in place, and take it off again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from scalelong.scaling import Scaling, ScalingConfig
-from scalelong.skips.guard import check_state_dict, check_unwrapped
+from scalelong.skips.detect import detect
+from scalelong.skips.example import as_call, is_meta
+from scalelong.skips.guard import check_unwrapped
+from scalelong.skips.hooks import ROOT_NAME, attach, check_unscaled, detach, is_scaled, scaling_of
 from scalelong.skips.known import known_families, known_skips
-from scalelong.skips.sites import Call, LongSkip, Take, skip_table
+from scalelong.skips.reach import measure_reach
+from scalelong.skips.sites import Call, LongSkip, skip_table
+from scalelong.skips.verify import verify
 
-ROOT_NAME = "scalelong"  # the gates' place in the model and in its state dict
+__all__ = [
+    "CONFIG_KEY",
+    "ROOT_NAME",
+    "Handle",
+    "apply",
+    "coefficients",
+    "find_skips",
+    "is_scaled",
+    "remove",
+    "scaling_of",
+]
+
 CONFIG_KEY = "long_skip_scaling"  # the scaling's place in a diffusers config.json
-_ATTACHMENT = "_scalelong_attachment"
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """What stands on a consumer: the scaling of the whole model and which skips this consumer is handed, and where."""
-
-    scaling: Scaling
-    takes: tuple[tuple[int, Take], ...]
-
-
-def scale_incoming_skips(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The forward-pre-hook of every consumer."""
-    attachment: Attachment = getattr(module, _ATTACHMENT)
-    call = (args, kwargs)
-    for index, take in attachment.takes:
-        call = take.scaled(call, index, attachment.scaling)
-    return call
 
 
 @dataclass(frozen=True)
@@ -64,55 +58,81 @@ class Handle:
         return f"{self.config} on {type(self.model).__name__}\n{skip_table(self.skips, self.coefficients())}"
 
 
-def find_skips(model: nn.Module) -> list[LongSkip]:
-    """The long skips of a model, index 1 = outermost: where each is made and used, its size, how far kappa reaches."""
+def find_skips(model: nn.Module, *example_args: Any, **example_kwargs: Any) -> list[LongSkip]:
+    """The long skips of a model, index 1 = outermost: where each is made and used, its size, how far kappa reaches.
+
+    Models of known families need no example. Any other model is run once on the example; with an example, how far kappa
+    reaches is measured. The model and all random states are left as they were.
+    """
+    call = (example_args, example_kwargs) if example_args or example_kwargs else None
+    return _find(model, call)[0]
+
+
+def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
+    """The skips, and whether they were detected rather than known."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     check_unwrapped(model)
-    skips = known_skips(model)
-    if skips is None:
+    skips, name = known_skips(model), type(model).__name__
+    if skips is None and call is None:
         raise ValueError(
-            f"model: {type(model).__name__} is of no known family and has no example input to look at; "
-            f"known are {', '.join(known_families())}"
+            f"model: {name} is of no known family and has no example input to look at; pass one, "
+            f"find_skips(model, x, t) or apply(model, ..., example=(x, t)); known are {', '.join(known_families())}"
         )
-    if not skips:
-        raise ValueError(
-            f"model: this {type(model).__name__} has no long skip connections, so there is nothing to scale"
-        )
-    return skips
+    if skips is not None and not skips:
+        raise ValueError(f"model: this {name} has no long skip connections, so there is nothing to scale")
+    if call is None:
+        return skips or [], False
+    plain = _without_scaling(model)
+    found = skips if skips is not None else detect(plain, call).skips()
+    reaches = measure_reach(plain, found, call)
+    return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
 
-def apply(model: nn.Module, method: str = "cs", **options: Any) -> Handle:
+def _without_scaling(model: nn.Module) -> nn.Module:
+    if not is_scaled(model):
+        return model
+    plain = copy.deepcopy(model)
+    detach(plain)
+    return plain
+
+
+def apply(model: nn.Module, method: str = "cs", *, example: Any = None, **options: Any) -> Handle:
     """Scale the long skips of `model` in place.
 
     method: "none", "universal", "rsqrt2", "cs", "cs_reversed" or "ls"; options: kappa and allow_amplify for the constant
     ones; shared, reduction, module, activation and axis for "ls". On any error the model is left as it was.
+    example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
+    Skips found this way are checked by `verify` before `apply` returns.
     """
     config = ScalingConfig.create(method, **options)
-    skips = find_skips(model)
-    _check_unscaled(model)
+    call = None if example is None else as_call(example)
+    if isinstance(model, nn.Module):
+        check_unwrapped(model)
+        check_unscaled(model)
+    skips, detected = _find(model, call)
     scaling = config.build([skip.size for skip in skips])
     _match_device_and_dtype(scaling, model)
-    for consumer in dict.fromkeys(skip.consumer for skip in skips):
-        takes = tuple((skip.index, skip.take) for skip in skips if skip.consumer == consumer)
-        _hook(model.get_submodule(consumer), Attachment(scaling, takes))
-    model.add_module(ROOT_NAME, scaling)
-    model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    attach(model, skips, scaling)
+    if call is not None and detected and not is_meta(model):
+        _verify_or_undo(model, call)
     _write_config(model, config, len(skips))
     return Handle(model, skips, config)
+
+
+def _verify_or_undo(model: nn.Module, call: Call) -> None:
+    args, kwargs = call
+    try:
+        verify(model, *args, **kwargs)
+    except BaseException:
+        detach(model)
+        raise
 
 
 def remove(model: nn.Module) -> None:
     """Take a scaling off: afterwards the model, its state dict and its config are as before `apply`."""
     scaling_of(model)
-    for module in model.modules():
-        if _ATTACHMENT in module.__dict__:
-            delattr(module, _ATTACHMENT)
-            _drop_hooks(module)
-    delattr(model, ROOT_NAME)
-    hooks = model._load_state_dict_pre_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
-        del hooks[key]
+    detach(model)
     _write_config(model, None, 0)
 
 
@@ -121,43 +141,10 @@ def coefficients(model: nn.Module) -> list[float]:
     return scaling_of(model).current()
 
 
-def is_scaled(model: nn.Module) -> bool:
-    """Whether `apply` was called on this model."""
-    return isinstance(model._modules.get(ROOT_NAME), Scaling)
-
-
-def scaling_of(model: nn.Module) -> Scaling:
-    """The scaling on a model; a ValueError where there is none."""
-    scaling = model._modules.get(ROOT_NAME)
-    if not isinstance(scaling, Scaling):
-        raise ValueError(f"model: this {type(model).__name__} is not scaled; call scalelong.apply(model, ...) first")
-    return scaling
-
-
-def _check_unscaled(model: nn.Module) -> None:
-    if any(_ATTACHMENT in module.__dict__ for module in model.modules()):
-        raise ValueError(
-            f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) before applying another"
-        )
-    if hasattr(model, ROOT_NAME):
-        raise ValueError(f"model: it has an attribute {ROOT_NAME!r} of its own, where the gates would be stored")
-
-
 def _match_device_and_dtype(scaling: Scaling, model: nn.Module) -> None:
     reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     if reference is not None:
         scaling.to(device=reference.device, dtype=reference.dtype)
-
-
-def _hook(consumer: nn.Module, attachment: Attachment) -> None:
-    object.__setattr__(consumer, _ATTACHMENT, attachment)
-    consumer.register_forward_pre_hook(scale_incoming_skips, with_kwargs=True)
-
-
-def _drop_hooks(consumer: nn.Module) -> None:
-    for key in [key for key, hook in consumer._forward_pre_hooks.items() if hook is scale_incoming_skips]:
-        del consumer._forward_pre_hooks[key]
-        consumer._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _write_config(model: Any, config: ScalingConfig | None, num_skips: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from scalelong.scaling import SkipSize
-from scalelong.skips.sites import Argument, Fused, Item, LastChannels, LongSkip, Reach, Take
+from scalelong.skips.sites import Argument, ChannelSlice, Fused, Item, LongSkip, Reach, Take
 
 Found = tuple[str, str, SkipSize, Reach, str, Take]  # made_in, used_in, size, reach, consumer, take
 
@@ -129,7 +129,7 @@ def _kandinsky3(model: Any) -> Iterator[Found]:
         first = model.up_blocks[b].resnets_in[0].resnet_blocks[0].group_norm.norm
         channels = first.num_channels - model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection.out_channels
         reach: Reach = _ResNet(first.num_channels, first.num_groups, 0).reach(first.num_channels - channels)
-        take = LastChannels(Argument(0, "x"), channels)
+        take = ChannelSlice(Argument(0, "x"), -channels, channels)
         yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), reach, consumer, take
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scalelong.scaling import Scaling, SkipSize
 
-Reach = Literal["full", "partial", "shortcut"]
+Reach = Literal["full", "partial", "shortcut", "none", "unknown"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -36,7 +36,9 @@ class Argument:
 
     def get(self, call: Call) -> Any:
         args, kwargs = call
-        return kwargs[self.keyword] if self.keyword in kwargs else args[self.position]
+        if self.keyword in kwargs:
+            return kwargs[self.keyword]
+        return args[self.position] if self.position < len(args) else None
 
     def put(self, call: Call, value: Any) -> Call:
         args, kwargs = call
@@ -66,16 +68,31 @@ class Item:
 
 
 @dataclass(frozen=True)
-class LastChannels:
-    """The skip is already concatenated: the last `channels` of an argument's channels (dimension 1)."""
+class ChannelSlice:
+    """The skip is already concatenated: `channels` of an argument's channels from `start` on (from the end if negative).
+
+    `total` is the width that was concatenated when the skip was found: a call with another one is refused.
+    """
 
     argument: Argument
+    start: int
     channels: int
+    dim: int = 1
+    total: int | None = None
 
     def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
         joined: Tensor = self.argument.get(call)
-        hidden, skip = joined[:, : -self.channels], joined[:, -self.channels :]
-        return self.argument.put(call, torch.cat([hidden, scaling(index, skip)], dim=1))
+        width = joined.shape[self.dim]
+        if self.total is not None and width != self.total:
+            raise ValueError(
+                f"skip {index}: its consumer was handed {width} channels, not the {self.total} that hold the skip; this "
+                "call takes another path through the model than the example did, find the skips with such an example"
+            )
+        start = self.start % width
+        sizes = [start, self.channels, width - start - self.channels]
+        before, skip, after = torch.split(joined, sizes, dim=self.dim)
+        parts = [part for part in (before, scaling(index, skip), after) if part.shape[self.dim]]
+        return self.argument.put(call, torch.cat(parts, dim=self.dim))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""An example call of a model, and running it without leaving a trace: modes, buffers and random states come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from scalelong.skips.sites import Call
+
+
+def as_call(example: Any) -> Call:
+    """An example as (args, kwargs): given as such a pair, as a tuple or list of arguments, a dict of them, or one tensor."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple) and len(example) == 2 and isinstance(example[1], Mapping):
+        first = example[0]
+        if isinstance(first, (tuple, list)):
+            return tuple(first), dict(example[1])
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    raise TypeError(
+        f"example: must be a tensor, a tuple of arguments, a dict of them or a pair (args, kwargs), "
+        f"got {type(example).__name__}"
+    )
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same nest of tuples, lists and dicts with every tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(change, item) for item in value)
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of tuples, lists and mappings (output classes among them)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether the model has shapes but no values, so that nothing can be measured on it."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def on_device_of(model: nn.Module, call: Call) -> Call:
+    """The call itself, or its tensors on the meta device where the model is there."""
+    if not is_meta(model):
+        return call
+    args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), call)
+    return args, kwargs
+
+
+def run_example(model: nn.Module, call: Call) -> Any:
+    """model(*args, **kwargs); its own error is chained under one that names the example."""
+    args, kwargs = call
+    try:
+        return model(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"example: the forward of {type(model).__name__} fails on it ({type(error).__name__}: {error}); "
+            "give the arguments you would call the model with"
+        ) from error
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode; afterwards modes, buffers and all random states are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if on_cuda else None
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,114 @@
+"""The hooks that scale: a forward-pre-hook on each consumer scales the skip on its way in.
+
+The hook is a plain function of this module and what it needs stands on the consumer, so deep copies, pickles and compiled
+graphs are independent of the original. The gates are registered once, at the root, as `model.scalelong`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from scalelong.scaling import Scaling
+from scalelong.skips.guard import check_state_dict
+from scalelong.skips.sites import Call, LongSkip, Take
+
+ROOT_NAME = "scalelong"  # the gates' place in the model and in its state dict
+_ATTACHMENT = "_scalelong_attachment"
+_SKIPS = "_scalelong_skips"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What stands on a consumer: the scaling of the whole model and which skips this consumer is handed, and where."""
+
+    scaling: Scaling
+    takes: tuple[tuple[int, Take], ...]
+
+
+def scale_incoming_skips(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The forward-pre-hook of every consumer."""
+    attachment: Attachment = getattr(module, _ATTACHMENT)
+    call = (args, kwargs)
+    for index, take in attachment.takes:
+        call = take.scaled(call, index, attachment.scaling)
+    return call
+
+
+def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling) -> None:
+    """Hook every consumer and register the scaling at the root."""
+    for consumer in dict.fromkeys(skip.consumer for skip in skips):
+        takes = tuple((skip.index, skip.take) for skip in skips if skip.consumer == consumer)
+        module = model.get_submodule(consumer)
+        object.__setattr__(module, _ATTACHMENT, Attachment(scaling, takes))
+        module.register_forward_pre_hook(scale_incoming_skips, with_kwargs=True)
+    model.add_module(ROOT_NAME, scaling)
+    object.__setattr__(model, _SKIPS, tuple(skips))
+    model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    for module in consumers(model):
+        delattr(module, _ATTACHMENT)
+        _drop_hooks(module)
+    delattr(model, ROOT_NAME)
+    delattr(model, _SKIPS)
+    hooks = model._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
+        del hooks[key]
+
+
+def consumers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that carry a hook of ours."""
+    return (module for module in list(model.modules()) if _ATTACHMENT in module.__dict__)
+
+
+def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
+    """Let the hooks that are on the model apply another scaling (used on copies, to check the hooks themselves)."""
+    for module in consumers(model):
+        before: Attachment = getattr(module, _ATTACHMENT)
+        object.__setattr__(module, _ATTACHMENT, Attachment(scaling, before.takes))
+    model.add_module(ROOT_NAME, scaling)
+
+
+def attached_skips(model: nn.Module) -> list[LongSkip]:
+    """The skips that `attach` was given."""
+    return list(getattr(model, _SKIPS))
+
+
+def is_scaled(model: nn.Module) -> bool:
+    """Whether `apply` was called on this model."""
+    return isinstance(model._modules.get(ROOT_NAME), Scaling)
+
+
+def scaling_of(model: nn.Module) -> Scaling:
+    """The scaling on a model; a ValueError where there is none."""
+    scaling = model._modules.get(ROOT_NAME)
+    if not isinstance(scaling, Scaling):
+        raise ValueError(f"model: this {type(model).__name__} is not scaled; call scalelong.apply(model, ...) first")
+    return scaling
+
+
+def check_unscaled(model: nn.Module) -> None:
+    """A second scaling on top of a first is refused."""
+    if any(True for _ in consumers(model)):
+        raise ValueError(
+            f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) before applying another"
+        )
+    if hasattr(model, ROOT_NAME):
+        raise ValueError(f"model: it has an attribute {ROOT_NAME!r} of its own, where the gates would be stored")
+    if isinstance(model, nn.Sequential):
+        raise TypeError(
+            f"model: a {type(model).__name__} runs all its children as layers, the gates stored in it too; make it an "
+            "attribute of a module whose forward calls it, and scale that module"
+        )
+
+
+def _drop_hooks(consumer: nn.Module) -> None:
+    for key in [key for key, hook in consumer._forward_pre_hooks.items() if hook is scale_incoming_skips]:
+        del consumer._forward_pre_hooks[key]
+        consumer._forward_pre_hooks_with_kwargs.pop(key, None)

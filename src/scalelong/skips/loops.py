@@ -1,0 +1,197 @@
+"""Which joins of a traced forward pass are long skips.
+
+A loop leaves the main path at a source, and joins it again at a cat, add or lerp, after operations with weights. Blocks have
+loops too: a residual, a dense block. What sets long skips apart is that they nest, the first made is the last used. Loops are
+compared with others of their kind (made by modules of one class, joined the same way): the blocks of a network follow each
+other, its long skips enclose each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from scalelong.skips.joins import Kind
+from scalelong.skips.trace import Node, Trace
+
+MOST_WEIGHTS_ON_A_SKIP = 3  # a projection of the skip may stand on its way, not a network
+BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"})
+
+
+class NoLongSkipsError(ValueError):
+    """A network has no long skips, or none that can be scaled one by one."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A way around part of the main path."""
+
+    source: int  # the node where it leaves
+    line: tuple[int, ...]  # the nodes from the source to the operand, both included
+    position: int  # which operand of the join the skip is
+    main: int  # the node it is joined with
+    join: int  # the node of the join
+    kind: Kind
+    owner: int  # the innermost module call that holds the whole loop, -1 where none does
+    around_one_module: bool  # join(x, f(x)) with a single module f
+    again: tuple[Loop, ...] = ()  # earlier joins of the same source by the same module, called several times
+
+    @property
+    def operand(self) -> int:
+        return self.line[-1]
+
+
+def find_loops(trace: Trace) -> list[Loop]:
+    """All loops in order of their joins, without those of dense blocks, where one join has several skips."""
+    loops: list[Loop] = []
+    dense: set[int] = set()
+    for node in trace.nodes:
+        if node.join is None:
+            continue
+        found = list(_loops_of(trace, node))
+        if len(found) > 1:
+            dense.update(loop.source for loop in found)
+        loops += found if len(found) == 1 else []
+    return [loop for loop in loops if loop.source not in dense]
+
+
+def _loops_of(trace: Trace, node: Node) -> Iterator[Loop]:
+    assert node.join is not None
+    operands = [(at, operand) for at, operand in enumerate(node.join.operands) if operand is not None]
+    if len(operands) < 2:
+        return
+    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand])
+    for position, operand in operands:
+        line = _line(trace, operand, main) if operand != main else None
+        if line is None or not _long_enough(trace, line, main):
+            continue
+        kind = node.join.kind
+        if kind != "cat" and node.name != "addmm" and trace.nodes[operand].shape != node.shape:
+            continue  # broadcast over the main path: a condition
+        owner, single = _owner(trace, line[0], main, node.index)
+        yield Loop(line[0], line, position, main, node.index, kind, owner, single)
+
+
+def _line(trace: Trace, operand: int, main: int) -> tuple[int, ...] | None:
+    """The nodes from the last one that `main` depends on to the operand; None if the operand has other sources too."""
+    line = [operand]
+    while not trace.leads_to(line[-1], main):
+        node = trace.nodes[line[-1]]
+        if len(node.parents) != 1 or node.name in BROADCASTS:
+            return None
+        line.append(node.parents[0])
+    return tuple(reversed(line))
+
+
+def _long_enough(trace: Trace, line: tuple[int, ...], main: int) -> bool:
+    weights = _weights(trace, line)
+    if trace.depth[line[0]] == 0 or weights > MOST_WEIGHTS_ON_A_SKIP:
+        return False  # the network's own input, or a branch rather than a skip
+    return trace.weights_between(line[0], main, at_most=weights + 1) > weights
+
+
+def _weights(trace: Trace, line: tuple[int, ...]) -> int:
+    return sum(trace.nodes[node].weighted for node in line[1:])
+
+
+def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
+    """The innermost call that holds the loop, and whether the main path is one call made right in it, as is the join."""
+    first = min(child for child in trace.children[source] if trace.leads_to(child, main))
+    around, path = trace.stack(join), trace.stack(first)
+    shared = [a for a, b in zip(around, path, strict=False) if a == b]
+    owner = shared[-1] if shared else -1
+    inner = path[len(shared)] if len(path) > len(shared) else None
+    single = around == shared and inner is not None and trace.calls[inner].holds(main)
+    return owner, single
+
+
+def longest_nest(loops: Sequence[Loop]) -> list[Loop]:
+    """The longest chain of loops that enclose each other, outermost first."""
+    ordered = sorted(loops, key=lambda loop: (loop.source, -loop.join))
+    best: list[list[Loop]] = []
+    for at, loop in enumerate(ordered):
+        outer = [best[k] for k in range(at) if ordered[k].source < loop.source and ordered[k].join > loop.join]
+        best.append([*max(outer, key=len, default=[]), loop])
+    return max(best, key=len, default=[])
+
+
+def long_loops(trace: Trace) -> list[Loop]:
+    """The long skips of a traced network, outermost first; `NoLongSkipsError` says why there are none."""
+    groups: dict[tuple[object, ...], list[Loop]] = defaultdict(list)
+    for loop in find_loops(trace):
+        owner = type(trace.calls[loop.owner].module) if loop.owner >= 0 else None
+        groups[owner, loop.kind, loop.kind == "add" and loop.around_one_module].append(loop)
+    nests = [_nest_of(trace, group) for group in groups.values()]
+    longest = max((len(nest.loops) for nest in nests), default=0)
+    if longest == 0:
+        raise NoLongSkipsError("it has no long skip connections: no tensor is joined again after the layers it feeds")
+    tied = [nest for nest in nests if len(nest.loops) == longest]
+    clean = [nest for nest in tied if nest.trouble is None]
+    if not clean:
+        raise NoLongSkipsError(f"its skips cannot be scaled one by one: {tied[0].trouble}")
+    if len(clean) > 1:
+        where = " and ".join(sorted(_place(trace, nest.loops[0].join) for nest in clean))
+        raise NoLongSkipsError(
+            f"it has several nests of {longest} skips, joined in {where}; which is meant is not clear"
+        )
+    return clean[0].loops
+
+
+@dataclass(frozen=True)
+class _Nest:
+    loops: list[Loop]
+    trouble: str | None
+
+
+def _nest_of(trace: Trace, group: list[Loop]) -> _Nest:
+    """The long skips among loops of one sort: none where they follow each other or only go around one block."""
+    group = _merge_repeats(trace, group)
+    uses = Counter(loop.source for loop in group)
+    once = [loop for loop in group if uses[loop.source] == 1]
+    nest = longest_nest(once)
+    if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block_residual(trace, nest[0]))):
+        return _Nest([], None)
+    repeated = [
+        loop
+        for loop in group
+        if uses[loop.source] > 1 and (loop.source > nest[0].source or not _weights(trace, loop.line))
+    ]  # a condition that many layers project for themselves, made before the first skip, is none
+    if repeated:
+        return _Nest(nest, f"the output of {_place(trace, repeated[0].source)} is joined more than once")
+    rest = [loop for loop in once if loop not in nest]
+    if rest:
+        where = f"{_place(trace, rest[0].source)} to {_place(trace, rest[0].join)}"
+        return _Nest(
+            nest,
+            f"{len(nest)} of them enclose each other, but the one from {where} does not fit in; "
+            "scale each U-shaped part of the model by itself",
+        )
+    return _Nest(nest, None)
+
+
+def _merge_repeats(trace: Trace, group: list[Loop]) -> list[Loop]:
+    """A module that is called several times with the same skip joins one skip, not several."""
+    merged = []
+    for source in dict.fromkeys(loop.source for loop in group):
+        same = sorted((loop for loop in group if loop.source == source), key=lambda loop: loop.join)
+        modules = {trace.calls[trace.nodes[loop.join].call].module for loop in same if trace.nodes[loop.join].call >= 0}
+        frames = {trace.nodes[loop.join].call for loop in same}
+        if len(same) > 1 and len(modules) == 1 and len(frames) == len(same):
+            same = [replace(same[-1], again=tuple(same[:-1]))]
+        merged += same
+    return merged
+
+
+def _is_block_residual(trace: Trace, loop: Loop) -> bool:
+    """x + f(x) in a module that was handed x: the residual of one block, not a long skip."""
+    if loop.kind == "cat" or loop.owner < 0:
+        return False
+    owner = trace.calls[loop.owner]
+    return loop.source < owner.start and trace.nodes[loop.join].call == loop.owner
+
+
+def _place(trace: Trace, node: int) -> str:
+    call = trace.nodes[node].call
+    name = trace.calls[call].name if call >= 0 else ""
+    return name or "the model itself"

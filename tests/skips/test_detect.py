@@ -1,0 +1,260 @@
+"""Finding the long skips of networks nobody told us about."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scalelong
+from scalelong.skips.detect import detect
+from scalelong.skips.sites import Argument, ChannelSlice, Fused, LongSkip
+from tests.families import FAMILIES, Family, build
+from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, GatedBranch, StandIn, TutorialUNet, image, randn
+
+
+def made(stand_in: StandIn) -> nn.Module:
+    torch.manual_seed(0)
+    return stand_in.build()
+
+
+by_name = {"ids": lambda stand_in: stand_in.name}
+
+
+@pytest.mark.parametrize("stand_in", FOUND, **by_name)
+def test_every_skip_is_found_and_scaled_as_the_oracle_does(stand_in: StandIn) -> None:
+    model = made(stand_in)
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=stand_in.inputs())
+    assert [skip.index for skip in handle.skips] == list(range(1, stand_in.num_skips + 1))
+    report = scalelong.verify(model, *stand_in.inputs())
+    assert len(report.checks) == stand_in.num_skips
+    assert report.dtype == torch.float64
+    assert all(check.effect > 1e-8 for check in report.checks), "nothing was scaled, so nothing was checked"
+    assert all(check.gradient_error is not None for check in report.checks)
+
+
+@pytest.mark.parametrize("stand_in", NEGATIVE, **by_name)
+def test_networks_without_long_skips_have_none(stand_in: StandIn) -> None:
+    with pytest.raises(ValueError, match=stand_in.refusal):
+        scalelong.find_skips(made(stand_in), *stand_in.inputs())
+
+
+@pytest.mark.parametrize("stand_in", REFUSED, **by_name)
+def test_what_cannot_be_scaled_alone_is_refused_with_the_reason(stand_in: StandIn) -> None:
+    model = made(stand_in)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=stand_in.refusal):
+        scalelong.apply(model, "cs", example=stand_in.inputs())
+    assert list(model.state_dict()) == list(before)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def place(skip: LongSkip) -> tuple[object, ...]:
+    """Where a skip is taken hold of, fused or not, counted from either end."""
+    take = skip.take
+    if isinstance(take, Fused):
+        take = take.argument
+    if isinstance(take, ChannelSlice):
+        return skip.consumer, take.argument, take.channels, take.dim
+    return skip.consumer, take
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_detection_agrees_with_what_is_known(family: Family) -> None:
+    model = build(family)
+    known, found = scalelong.find_skips(model), detect(model, ((), family.inputs())).skips()
+    assert [place(skip) for skip in found] == [place(skip) for skip in known]
+    assert [skip.size for skip in found] == [skip.size for skip in known]
+
+
+@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "PixArtTransformer2DModel", "UVit2DModel"])
+def test_diffusers_transformers_without_long_skips_have_none(name: str) -> None:
+    from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel, UVit2DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8, "patch_size": 2, "num_layers": 4}
+    time, zeros = torch.tensor([3, 500]), torch.zeros(2, dtype=torch.long)
+    if name == "DiTTransformer2DModel":
+        model = DiTTransformer2DModel(**sizes, num_embeds_ada_norm=1000, norm_num_groups=4)
+        example = {"hidden_states": randn(2, 4, 8, 8), "timestep": time, "class_labels": zeros}
+    elif name == "PixArtTransformer2DModel":
+        model = PixArtTransformer2DModel(
+            **sizes, cross_attention_dim=16, caption_channels=12, norm_num_groups=4, use_additional_conditions=False
+        )
+        example = {"hidden_states": randn(2, 4, 8, 8), "timestep": time, "encoder_hidden_states": randn(2, 5, 12)}
+        example["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
+    else:
+        model = UVit2DModel(
+            hidden_size=16, cond_embed_dim=8, micro_cond_encode_dim=4, micro_cond_embed_dim=24, encoder_hidden_size=12,
+            vocab_size=32, codebook_size=24, block_out_channels=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, sample_size=8, in_channels=16,
+        )  # fmt: skip
+        example = {"input_ids": zeros[:, None, None].expand(2, 8, 8), "encoder_hidden_states": randn(2, 5, 12)}
+        example |= {"pooled_text_emb": randn(2, 8), "micro_conds": randn(2, 6)}
+    with pytest.raises(ValueError, match="no long skip connections"):
+        scalelong.find_skips(model, **example)
+
+
+class TestNothingIsChanged:
+    """One look at a model leaves the model, its modes and buffers, and all random states as they were."""
+
+    def test_modes_buffers_hooks_and_random_states(self) -> None:
+        model = TutorialUNet().train()
+        model.down2.eval()
+        modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+        scalelong.find_skips(model, *image())
+        assert [m.training for m in model.modules()] == modes
+        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert np.array_equal(np.random.get_state()[1], states[2])
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_a_model_that_draws_noise_and_counts_its_calls(self) -> None:
+        class Noisy(TutorialUNet):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                random.random()
+                return super().forward(x + torch.randn_like(x) * np.random.rand())
+
+        model, states = Noisy(), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+        scalelong.apply(model, "cs", example=image())
+        assert model.calls == 0
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert np.array_equal(np.random.get_state()[1], states[2])
+
+    def test_the_same_skips_are_found_every_time(self) -> None:
+        model = TutorialUNet()
+        assert scalelong.find_skips(model, *image()) == scalelong.find_skips(model, *image())
+
+    def test_a_scaled_model_shows_the_same_skips(self) -> None:
+        model = TutorialUNet()
+        before = scalelong.find_skips(model, *image())
+        scalelong.apply(model, "universal", kappa=0.5, example=image())
+        assert scalelong.find_skips(model, *image()) == before
+
+
+class TestBadInput:
+    def test_the_models_own_error_is_shown_under_ours(self) -> None:
+        model = TutorialUNet()
+        with pytest.raises(
+            ValueError, match=r"example: the forward of TutorialUNet fails on it \(RuntimeError"
+        ) as caught:
+            scalelong.apply(model, "cs", example=randn(2, 4, 8, 8))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+    def test_no_example_for_an_unknown_class(self) -> None:
+        with pytest.raises(ValueError, match=r"no example input.*example=\(x, t\)"):
+            scalelong.apply(TutorialUNet(), "cs")
+
+    def test_an_example_of_the_wrong_sort(self) -> None:
+        with pytest.raises(TypeError, match=r"example: must be a tensor.*got int"):
+            scalelong.apply(TutorialUNet(), "cs", example=3)
+
+    def test_an_output_that_does_not_depend_on_the_example(self) -> None:
+        class Deaf(TutorialUNet):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.zeros(2, 3)
+
+        with pytest.raises(ValueError, match="does not depend on it"):
+            scalelong.find_skips(Deaf(), *image())
+
+    def test_a_sequence_of_layers_would_run_the_gates_as_a_layer(self) -> None:
+        with pytest.raises(TypeError, match="make it an attribute of a module"):
+            scalelong.apply(nn.Sequential(TutorialUNet()), "cs", example=image())
+
+    def test_another_path_than_the_examples_is_refused_when_it_is_taken(self) -> None:
+        class Careless(GatedBranch):
+            """On bright images the wide layers get the hidden state twice as wide, and no skip."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if x.mean() > 1:
+                    return self.wide[0](self.first(x))
+                return super().forward(x)
+
+        model = Careless()
+        scalelong.apply(model, "cs", kappa=0.5, example=image())
+        with pytest.raises(ValueError, match="handed 8 channels, not the 16 that hold the skip"):
+            model(image()[0] + 5)
+
+    def test_a_branch_without_skips_is_left_alone(self) -> None:
+        model = GatedBranch()
+        bright = image()[0] + 5
+        before = model(bright)
+        scalelong.apply(model, "cs", kappa=0.5, example=image())
+        assert torch.equal(model(bright), before)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [image()[0], image(), list(image()), {"x": image()[0]}, (image(), {}), ((), {"x": image()[0]})],
+    ids=["tensor", "tuple", "list", "dict", "args and none", "none and kwargs"],
+)
+def test_an_example_may_be_given_in_several_ways(example) -> None:
+    assert len(scalelong.apply(TutorialUNet(), "cs", example=example).skips) == 3
+
+
+def test_kappa_one_is_bit_equal_and_remove_restores_a_detected_model() -> None:
+    model = AdditiveUNet()
+    before, keys = model(*image()), list(model.state_dict())
+    scalelong.apply(model, "cs", kappa=1.0, example=image())
+    assert torch.equal(model(*image()), before)
+    scalelong.remove(model)
+    scalelong.apply(model, "cs", kappa=0.5, example=image())
+    assert not torch.allclose(model(*image()), before)
+    scalelong.remove(model)
+    assert torch.equal(model(*image()), before)
+    assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("stand_in", FOUND, **by_name)
+def test_gates_fit_the_sizes_found(stand_in: StandIn) -> None:
+    model = made(stand_in)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    scalelong.apply(model, "ls", module="ie", shared=False, axis="channels", example=stand_in.inputs())
+    model(*stand_in.inputs()).square().mean().backward()
+    assert all(0 < kappa < 1 for kappa in scalelong.coefficients(model))
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.scalelong.parameters())
+
+
+def test_a_skip_by_position_is_an_argument() -> None:
+    from tests.standins import TokenUViT
+
+    skips = scalelong.find_skips(TokenUViT(), randn(2, 3, 8, 8), torch.tensor([3.0, 500.0]))
+    assert [skip.take for skip in skips] == [Argument(1, "skip")] * 3
+    assert [(skip.size.tokens, skip.size.channels_last) for skip in skips] == [(17, True)] * 3
+
+
+@pytest.mark.slow
+def test_a_network_of_sdxls_size_is_looked_at_in_seconds_without_its_weights() -> None:
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        model = UNet2DConditionModel(
+            sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048, use_linear_projection=True,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
+            transformer_layers_per_block=(1, 2, 10), addition_embed_type="text_time", addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        )  # fmt: skip
+    example = {"sample": torch.zeros(1, 4, 128, 128), "timestep": torch.tensor([3])}
+    example["encoder_hidden_states"] = torch.zeros(1, 77, 2048)
+    example["added_cond_kwargs"] = {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
+    start = time.process_time()
+    found = detect(model, ((), example)).skips()
+    assert time.process_time() - start < 10
+    assert [place(skip) for skip in found] == [place(skip) for skip in scalelong.find_skips(model)]
