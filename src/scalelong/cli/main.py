@@ -12,6 +12,9 @@ VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
     "train": "train a preset; the same command again resumes",
     "sample": "draw images from a trained run",
+    "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
+    "report": "show runs in one HTML file",
+    "evaluate": "measure a trained run (FID) against its data",
     "data": "fetch and check data sets",
 }
 

@@ -1,1 +1,7 @@
-"""Pictures of runs, from the files that runs wrote."""
+"""What runs wrote, compared and shown: tables, sentences, pictures and one HTML page."""
+
+from scalelong.report.compare import Comparison, compare_runs
+from scalelong.report.html import write_report
+from scalelong.report.series import RunSeries, read_run, read_runs
+
+__all__ = ["Comparison", "RunSeries", "compare_runs", "read_run", "read_runs", "write_report"]

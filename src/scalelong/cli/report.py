@@ -1,0 +1,33 @@
+"""Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in words.
+
+Example: scalelong report runs/demo/none runs/demo/cs --out report.html
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from scalelong.report import read_runs, write_report
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is on the command line."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # folders of runs, or folders that hold runs
+    out: str = ""  # default: report.html in the folder given, or here if there are several
+
+
+def main(arguments: list[str]) -> None:
+    """Read, write, tell where."""
+    command = tyro.cli(Report, args=arguments, prog="scalelong report", description=__doc__)
+    runs, refused = read_runs(command.runs)
+    for why in refused:
+        print(f"left out: {why}", file=sys.stderr)
+    default = Path(command.runs[0]) / "report.html" if len(command.runs) == 1 else Path("report.html")
+    path = write_report(runs, command.out or default, refused)
+    print(f"{len(runs)} run(s): {path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -1,0 +1,84 @@
+"""Runs that differ only in their seed belong together: one method, measured several times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalelong.report.series import RunSeries
+from scalelong.training.config import MAY_CHANGE, RunConfig, dotted
+
+SEED = "training.seed"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A method: the runs of one configuration, one per seed."""
+
+    label: str
+    runs: tuple[RunSeries, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.runs[0].config
+
+    @property
+    def method(self) -> str:
+        return self.config.scaling.method
+
+
+def settings_in_use(config: RunConfig) -> dict[str, Any]:
+    """Every setting that has an effect: options that the scaling's method does not take are left out."""
+    taken = {"scaling.method", *(f"scaling.{name}" for name in config.scaling.options())}
+    return {key: value for key, value in dotted(config).items() if not key.startswith("scaling.") or key in taken}
+
+
+def group_runs(runs: Iterable[RunSeries]) -> list[Group]:
+    """The runs by configuration, the untouched network (none) first, with labels that tell them apart."""
+    together: dict[frozenset[tuple[str, Any]], list[RunSeries]] = {}
+    for run in runs:
+        settings = settings_in_use(run.config)
+        key = frozenset((k, v) for k, v in settings.items() if k != SEED and k not in MAY_CHANGE)
+        together.setdefault(key, []).append(run)
+    parts = sorted(together.values(), key=lambda part: part[0].config.scaling.method != "none")
+    labels = _labels([part[0] for part in parts])
+    return [
+        Group(label, tuple(sorted(part, key=lambda run: run.seed))) for label, part in zip(labels, parts, strict=True)
+    ]
+
+
+def baseline(groups: Sequence[Group]) -> Group:
+    """What the others are compared with: the untouched network, or the first."""
+    return next((group for group in groups if group.method == "none"), groups[0])
+
+
+def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
+    """The settings that are not the same everywhere: key -> one value per configuration, None where it has no effect."""
+    used = [settings_in_use(config) for config in configs]
+    keys = list(dict.fromkeys(key for settings in used for key in dotted(configs[0]) if key in settings))
+    rows = {key: [settings.get(key) for settings in used] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def _labels(representatives: Sequence[RunSeries]) -> list[str]:
+    """The method's name, with the settings that set apart those of equal name."""
+    labels = [run.label for run in representatives]
+    result = []
+    for run, label in zip(representatives, labels, strict=True):
+        namesakes = [other.config for other in representatives if other.label == label]
+        if len(namesakes) == 1:
+            result.append(label)
+            continue
+        own = dotted(run.config)
+        told = [key for key in differing_settings(namesakes) if key != SEED and key not in MAY_CHANGE]
+        result.append(f"{label} ({', '.join(_short(key, own[key]) for key in told)})")
+    return result
+
+
+def _short(key: str, value: Any) -> str:
+    return f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"

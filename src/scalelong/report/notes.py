@@ -1,0 +1,131 @@
+"""What a reader must know before trusting a comparison: damage, gaps, and what cannot be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+
+from scalelong.report.compare import Comparison
+from scalelong.report.numbers import count, joined
+from scalelong.report.series import RunSeries
+
+
+def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
+    """One sentence for each thing to know; none if all is well."""
+    told = [f"Left out: {why}." for why in refused]
+    told += comparability(comparison)
+    for run in comparison.runs:
+        told += _about_run(run)
+    told += _about_all(comparison)
+    return told
+
+
+def comparability(comparison: Comparison) -> list[str]:
+    """Which numbers do not compare, and why."""
+    told = []
+    if not comparison.same_data:
+        names = sorted({_data_name(run) for run in comparison.runs})
+        told.append(
+            f"The runs were trained on different data ({joined(names)}): neither losses nor quality can be compared "
+            "between them, so neither is ranked and the quality is not drawn."
+        )
+    elif not comparison.same_loss:
+        kinds = sorted({_objective_name(run) for run in comparison.runs})
+        told.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
+    if len(comparison.metrics) > 1:
+        kinds = [f"{metric} ({metric.extractor})" for metric in comparison.metrics]
+        told.append(
+            f"Quality was measured in {len(comparison.metrics)} ways that do not compare with each other: {joined(kinds)}."
+        )
+    return told
+
+
+def _about_run(run: RunSeries) -> list[str]:
+    told = []
+    if run.damaged_lines:
+        lines = "1 damaged line" if run.damaged_lines == 1 else f"{run.damaged_lines} damaged lines"
+        told.append(f"{run.folder}: {lines} in metrics.jsonl, passed over.")
+    if run.last_step < run.config.training.steps:
+        told.append(f"{run.folder}: at step {count(run.last_step)} of {count(run.config.training.steps)}.")
+    lost = len(run.train) - len(run.column("train", "loss")[0])
+    if lost:
+        told.append(f"{run.folder}: {lost} of {len(run.train)} records have no finite loss; they are not drawn.")
+    skipped = max(run.column("train", "skipped")[1], default=0)
+    if skipped:
+        told.append(f"{run.folder}: {skipped:.0f} steps were skipped because the loss or gradient was not finite.")
+    return told
+
+
+def _about_all(comparison: Comparison) -> list[str]:
+    told = []
+    if len({run.last_step for run in comparison.runs}) > 1:
+        told.append(
+            f"The runs have different lengths: numbers are taken up to step {count(comparison.horizon)}, the last that "
+            "all of them have; curves are drawn whole."
+        )
+    for metric in comparison.metrics if comparison.same_data else ():
+        without = [group.label for group in comparison.groups if not comparison.quality(group, metric).n]
+        if without:
+            told.append(f"{metric} was not measured for {joined(without)}.")
+    missing = [run for run in comparison.runs if not run.probe]
+    if missing and len(missing) < len(comparison.runs):
+        told.append(f"No oscillation was recorded in {joined([str(run.folder) for run in missing])}.")
+    intervals = {interval for run in comparison.runs if (interval := _probe_interval(run))}
+    if len(intervals) > 1:
+        told.append(
+            f"The blocks were probed at different intervals ({joined([count(i) for i in sorted(intervals)])} steps): "
+            "oscillations do not compare."
+        )
+    devices = {str(record.get("device")) for run in comparison.runs for record in run.start}
+    if len(devices) > 1:
+        told.append(f"The runs ran on different devices ({joined(sorted(devices))}): seconds do not compare.")
+    if _overlapping(comparison.runs):
+        told.append(
+            "Some of the runs trained at the same time: if they shared a machine, seconds and images per second tell "
+            "more about its load than about the methods."
+        )
+    for group in comparison.groups:
+        repeated = [seed for seed, times in Counter(group.seeds).items() if times > 1]
+        if repeated:
+            seeds = joined([str(seed) for seed in repeated])
+            told.append(f"{group.label}: seed {seeds} was given more than once; repeats are not independent.")
+    return told
+
+
+def _overlapping(runs: Sequence[RunSeries]) -> bool:
+    """Whether two runs were training at the same moment, by the times they wrote down."""
+    spans = sorted(span for run in runs for span in _spans(run))
+    return any(before[1] > after[0] + 1 for before, after in pairwise(spans))
+
+
+def _spans(run: RunSeries) -> list[tuple[float, float]]:
+    """When the run was training, in seconds since the epoch: one span per start."""
+    starts = [record for record in run.start if isinstance(record.get("time"), str)]
+    bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
+    spans = []
+    for record, trained in zip(starts, (b - a for a, b in pairwise(bounds)), strict=True):
+        try:
+            began = datetime.strptime(record["time"], "%Y-%m-%d %H:%M:%S").timestamp()
+        except ValueError:
+            continue
+        spans.append((began, began + trained))
+    return spans
+
+
+def _probe_interval(run: RunSeries) -> float:
+    steps = [record["step"] for record in run.probe]
+    return median(b - a for a, b in pairwise(steps)) if len(steps) > 1 else 0
+
+
+def _data_name(run: RunSeries) -> str:
+    data = run.config.data
+    size = f" at {data.image_size} px" if data.image_size else ""
+    return f"{data.name}{size}" + (f" ({data.split})" if data.split != "train" else "")
+
+
+def _objective_name(run: RunSeries) -> str:
+    diffusion = run.config.diffusion
+    return f"{diffusion.process}, predicting {diffusion.prediction or 'the default'}"

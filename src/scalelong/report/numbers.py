@@ -1,0 +1,64 @@
+"""How numbers are written: four significant digits, a dash for what is not known."""
+
+from __future__ import annotations
+
+import math
+
+from scalelong.report.statistics import Estimate
+
+UNKNOWN = "–"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """0.2301, 12.30, 1,234; significant digits, thousands apart."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def count(value: float) -> str:
+    """1,234: steps and the like."""
+    return f"{value:,.0f}" if math.isfinite(value) else UNKNOWN
+
+
+def with_sd(value: Estimate, digits: int = 4) -> str:
+    """0.2301 ± 0.0012; a single value stands alone."""
+    if not math.isfinite(value.sd):
+        return number(value.mean, digits)
+    return f"{number(value.mean, digits)} ± {number(value.sd, 2)}"
+
+
+def percent(new: float, old: float) -> str:
+    """The change from old to new: −35%, +4.2%."""
+    if not (math.isfinite(new) and math.isfinite(old)) or old == 0:
+        return UNKNOWN
+    change = 100 * (new / old - 1)
+    text = f"{abs(change):.0f}" if abs(change) >= 9.95 else f"{abs(change):.1f}"
+    return f"{'−' if change < 0 else '+'}{text}%"
+
+
+def duration(seconds: float) -> str:
+    """12.3 s, 4 min 5 s, 3 h 20 min."""
+    if not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def times(value: float) -> str:
+    """1.33x, or a dash."""
+    return f"{value:.2f}×" if math.isfinite(value) else UNKNOWN
+
+
+def joined(parts: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
