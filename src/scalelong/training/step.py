@@ -72,6 +72,7 @@ class Stepper:
                 t, noise = draw_time_and_noise(
                     self.objective.process, self.config.training.seed, batch.index, batch.images.shape[1:]
                 )
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
                 loss = self.objective.loss(self.net, batch.images, noise, t)
             with self._sync_only_at(part == parts - 1):
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,86 @@
+"""Measure a trained run: FID-10k of its averaged weights against its own data, into the run's metrics.jsonl.
+
+Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --seeds 0 1 2
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+
+import torch
+import tyro
+
+from scalelong.evaluation import Extractor, InceptionFeatures, RandomConvFeatures
+from scalelong.evaluation.run import Evaluation, Protocol, evaluate_run, reference_of
+from scalelong.training import load_run
+from scalelong.training.events import METRICS
+from scalelong.training.run import TrainedRun
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What is on the command line."""
+
+    run: tyro.conf.Positional[str]  # the run's folder
+    num_samples: int = 10_000
+    seeds: tuple[int, ...] = (0,)  # one evaluation for each
+    sampler: str = ""  # default: the run's own
+    steps: int = 0  # 0: the run's own
+    batch_size: int = 500
+    precision: str = "fp32"  # of the denoiser: fp32, bf16, fp16
+    compile: bool = False  # compile the denoiser; pays from some thousand images on
+    extractor: str = "inception"  # inception, or random-conv (light, and not FID)
+    weights: str | None = None  # the Inception's file; default: fetched and verified
+    checkpoint: int | None = None  # the step of the checkpoint; default: the newest
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main(arguments: list[str]) -> None:
+    """Load, draw, measure, record."""
+    command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
+    run = load_run(command.run, step=command.checkpoint, device=command.device)
+    extractor = _extractor(command)
+    reference = reference_of(run, extractor)
+    protocol = Protocol(
+        command.num_samples,
+        command.sampler,
+        command.steps,
+        command.batch_size,
+        command.precision,
+        command.compile,
+    )
+    found = []
+    for seed in command.seeds:
+        evaluation = evaluate_run(run, extractor, reference, protocol, seed)
+        record_evaluation(run, evaluation)
+        found.append(evaluation)
+        print(_line(run, evaluation))
+    if len(found) > 1:
+        values = [evaluation.result.value for evaluation in found]
+        spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
+        print(f"{found[0].result.metric} over {len(values)} seeds: {spread}")
+
+
+def _extractor(command: Evaluate) -> Extractor:
+    if command.extractor == "inception":
+        return InceptionFeatures(command.device, command.weights)
+    if command.extractor == "random-conv":
+        return RandomConvFeatures(device=command.device)
+    raise ValueError(f"extractor: must be inception or random-conv, got {command.extractor!r}")
+
+
+def record_evaluation(run: TrainedRun, evaluation: Evaluation) -> None:
+    """Append to the run's metrics.jsonl."""
+    with (run.folder / METRICS).open("a") as file:
+        file.write(json.dumps({"step": run.step, "kind": "evaluation", **evaluation.record()}) + "\n")
+
+
+def _line(run: TrainedRun, evaluation: Evaluation) -> str:
+    result = evaluation.result
+    return (
+        f"{result.metric} = {result.value:.3f}  ({result.extractor}; {result.n:,} images of seed {evaluation.seed}, "
+        f"{evaluation.sampler} {evaluation.sampler_steps} steps, step {run.step}; "
+        f"drawn in {evaluation.generate_seconds:.1f} s, in all {evaluation.seconds:.1f} s)"
+    )
