@@ -75,3 +75,16 @@ def test_from_pretrained_of_an_unscaled_folder_says_what_to_do(tmp_path) -> None
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"saved without a scaling, use UNet2DModel\.from_pretrained"):
         scalelong.from_pretrained(type(model), tmp_path)
+
+
+def test_a_detected_model_is_saved_and_loaded_with_an_example(tmp_path) -> None:
+    from tests.standins import AdditiveUNet, image
+
+    model, other = AdditiveUNet(), AdditiveUNet()
+    scalelong.apply(model, "ls", module="ie", example=image())
+    scalelong.save(model, tmp_path)
+    with pytest.raises(ValueError, match="no example input"):
+        scalelong.load(other, tmp_path)
+    scalelong.load(other, tmp_path, example=image())
+    assert torch.equal(other(*image()), model(*image()))
+    scalelong.load(other, tmp_path)  # scaled already: no example needed

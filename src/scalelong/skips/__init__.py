@@ -1,6 +1,7 @@
 """Where a scaling is applied: finding long skips, putting a scaling on a model, checking it, taking it off, saving it."""
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, is_scaled, remove, scaling_of
+from scalelong.skips.fold import fold
 from scalelong.skips.known import known_families
 from scalelong.skips.loops import NoLongSkipsError
 from scalelong.skips.persist import from_pretrained, load, save
@@ -17,6 +18,7 @@ __all__ = [
     "apply",
     "coefficients",
     "find_skips",
+    "fold",
     "from_pretrained",
     "is_scaled",
     "known_families",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from scalelong.scaling import ScalingConfig
 from scalelong.skips.attach import CONFIG_KEY, ROOT_NAME, apply, find_skips, is_scaled, remove, scaling_of
+from scalelong.skips.example import as_call
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -37,14 +38,17 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     return folder
 
 
-def load(model: Model, folder: str | Path) -> Model:
-    """Load what `save` wrote into `model`, putting the saved scaling on it if it has none yet."""
+def load(model: Model, folder: str | Path, example: Any = None) -> Model:
+    """Load what `save` wrote into `model`, putting the saved scaling on it if it has none yet.
+
+    example: as for `apply`, where the class of the model is not known.
+    """
     folder = Path(folder)
     for name in (WEIGHTS_NAME, SCALING_NAME):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not found; a folder written by scalelong.save holds it")
     config, num_skips = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
-    with _scaled_as(model, config, num_skips):
+    with _scaled_as(model, config, num_skips, example):
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
 
@@ -75,9 +79,9 @@ def _read_scaling(stored: Any, where: str) -> tuple[ScalingConfig, int]:
 
 
 @contextmanager
-def _scaled_as(model: nn.Module, config: ScalingConfig, num_skips: int) -> Iterator[None]:
+def _scaled_as(model: nn.Module, config: ScalingConfig, num_skips: int, example: Any = None) -> Iterator[None]:
     """The model carries this scaling inside and, unless an error leaves the block, afterwards."""
-    found = len(find_skips(model))
+    found = _count_skips(model, example)
     if found != num_skips:
         raise ValueError(
             f"num_skips: the saved scaling is of {num_skips} skips, this {type(model).__name__} has {found}"
@@ -90,12 +94,19 @@ def _scaled_as(model: nn.Module, config: ScalingConfig, num_skips: int) -> Itera
             )
         yield
         return
-    apply(model, config.method, **config.options)
+    apply(model, config.method, example=example, **config.options)
     try:
         yield
     except BaseException:
         remove(model)
         raise
+
+
+def _count_skips(model: nn.Module, example: Any) -> int:
+    if is_scaled(model):
+        return scaling_of(model).num_skips
+    args, kwargs = as_call(example) if example is not None else ((), {})
+    return len(find_skips(model, *args, **kwargs))
 
 
 def _local_folder(folder: str | Path) -> Path:

@@ -74,8 +74,8 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> VerificationReport:
         )
     skips = attached_skips(model)
     with undisturbed(model):
-        hooked, plain, call, dtype = _copies(model, (args, kwargs))
-        loops = _oracle_loops(plain, skips, call)
+        hooked, plain, call, dtype = comparable_copies(model, (args, kwargs))
+        loops = oracle_loops(plain, skips, call)
         test = ConstantScaling([1.0] * len(skips))
         replace_scaling(hooked, test)
         untouched = _run(plain, call)
@@ -86,7 +86,7 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> VerificationReport:
     return VerificationReport(type(model).__name__, dtype, tuple(checks))
 
 
-def _oracle_loops(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
+def oracle_loops(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
     try:
         found = detect(plain, call)
     except NoLongSkipsError as error:
@@ -102,7 +102,7 @@ def _oracle_loops(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> De
 # ------------------------------------------------------------------------------------------------------------- copies
 
 
-def _copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Module, Call, torch.dtype]:
+def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Module, Call, torch.dtype]:
     """The model with its hooks and without, both with the same noise, in double precision where its forward can."""
     hooked = copy.deepcopy(model)
     for module in hooked.modules():

@@ -1,0 +1,187 @@
+"""Bake constant coefficients into the weights behind the skips, so that the scaling costs nothing and leaves nothing behind.
+
+Exact where a linear layer or convolution acts directly on the concatenated skip: its input columns are multiplied by kappa_i.
+A GroupNorm on whole groups of skip channels cancels kappa_i up to its eps, so then only the shortcut's columns change. What a
+model does with its hooks and what it would do folded is compared for each skip, and a deviation is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.scaling import ConstantScaling
+from scalelong.skips.attach import remove
+from scalelong.skips.detect import Detection
+from scalelong.skips.example import is_meta, run_example, tensors_in, undisturbed
+from scalelong.skips.generate import generated_example
+from scalelong.skips.hooks import attached_skips, replace_scaling, scaling_of
+from scalelong.skips.loops import Loop
+from scalelong.skips.sites import Call, LongSkip
+from scalelong.skips.trace import Node, Trace
+from scalelong.skips.verify import comparable_copies, oracle_loops
+
+POSITIVELY_HOMOGENEOUS = frozenset(  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
+    {
+        *("mul", "__mul__", "__rmul__", "div", "__truediv__", "clone", "contiguous", "to", "type", "type_as", "float"),
+        *("half", "bfloat16", "double", "interpolate", "dropout", "pad", "relu", "relu_", "leaky_relu", "leaky_relu_"),
+        *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "permute", "transpose"),
+        *("movedim", "reshape", "view", "flatten", "neg", "detach"),
+    }
+)
+CANCELS = frozenset({"group_norm", "instance_norm"})
+LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
+TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Input columns of one weight."""
+
+    weight: str
+    dim: int
+    start: int
+    size: int
+
+    def scale(self, model: nn.Module, factor: float) -> None:
+        weight = model.get_parameter(self.weight)
+        with torch.no_grad():
+            weight.narrow(self.dim, self.start, self.size).mul_(factor)
+
+
+def fold(model: nn.Module, *args: Any, tolerance: float = 1e-6, **kwargs: Any) -> list[str]:
+    """Multiply the weights behind the skips by the coefficients and take the hooks off; returns the weights changed.
+
+    args, kwargs: an example call; models of the commonest known families need none. A folded model that deviates from the
+    scaled one by more than `tolerance` (relative to its largest output) is refused, and then nothing is changed.
+    """
+    scaling = scaling_of(model)
+    if not isinstance(scaling, ConstantScaling):
+        raise ValueError(
+            f"fold: the gates of {scaling.config} depend on the data and cannot be weights; only constants can be folded"
+        )
+    if is_meta(model):
+        raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")
+    call = (args, kwargs) if args or kwargs else generated_example(model)
+    changes = list(_checked_changes(model, scaling.values, call, tolerance))
+    for columns, factor in changes:
+        columns.scale(model, factor)
+    remove(model)
+    return list(dict.fromkeys(columns.weight for columns, _ in changes))
+
+
+def _checked_changes(
+    model: nn.Module, values: tuple[float, ...], call: Call, tolerance: float
+) -> Iterator[tuple[Columns, float]]:
+    """The columns to scale, each skip's compared with its hook on copies."""
+    skips = attached_skips(model)
+    with undisturbed(model):
+        hooked, plain, call, _ = comparable_copies(model, call)
+        test = ConstantScaling([1.0] * len(skips))
+        replace_scaling(hooked, test)
+        found = oracle_loops(plain, skips, call)
+        for skip, loop, kappa in zip(skips, found.loops, values, strict=True):
+            if kappa == 1.0:
+                continue
+            columns = _columns(plain, found, loop, skip)
+            test.values = tuple(kappa if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
+            _compare(hooked, plain, call, columns, kappa, skip, tolerance)
+            yield from ((each, kappa) for each in columns)
+
+
+def _compare(
+    hooked: nn.Module,
+    plain: nn.Module,
+    call: Call,
+    columns: list[Columns],
+    kappa: float,
+    skip: LongSkip,
+    tolerance: float,
+) -> None:
+    expected = _output(hooked, call)
+    kept = {each.weight: plain.get_parameter(each.weight).detach().clone() for each in columns}
+    for each in columns:
+        each.scale(plain, kappa)
+    deviation = float((_output(plain, call) - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    with torch.no_grad():
+        for name, before in kept.items():
+            plain.get_parameter(name).copy_(before)
+    if not deviation <= tolerance:
+        raise ValueError(
+            f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in}) with kappa {kappa:.4g} would deviate by "
+            f"{deviation:.1e}, more than tolerance={tolerance:.1e}: {_why(skip)}; keep the hooks, or pass a larger tolerance"
+        )
+
+
+def _why(skip: LongSkip) -> str:
+    if skip.reach == "shortcut":
+        return "the GroupNorm in between cancels kappa but for its eps"
+    if skip.reach == "partial":
+        return "the GroupNorm in between has groups of both hidden and skip channels, which do not cancel kappa"
+    return "the layers in between do not just pass kappa on"
+
+
+def _output(model: nn.Module, call: Call) -> Tensor:
+    with undisturbed(model), torch.no_grad():
+        torch.manual_seed(0)
+        return torch.cat([t.double().flatten() for t in tensors_in(run_example(model, call)) if t.is_floating_point()])
+
+
+# ----------------------------------------------------------------------------------------- which columns a skip goes into
+
+
+def _columns(model: nn.Module, found: Detection, loop: Loop, skip: LongSkip) -> list[Columns]:
+    where = f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in})"
+    columns: dict[Columns, None] = {}
+    for each in (loop, *loop.again):
+        try:
+            columns.update(dict.fromkeys(_behind(model, found.trace, each, skip, 1 + len(loop.again))))
+        except _NotExact as reason:
+            raise ValueError(f"{where}: {reason}, so no weights can take kappa over; keep the hooks") from None
+    if not columns:
+        raise ValueError(f"{where}: no weights are found behind it; keep the hooks")
+    return list(columns)
+
+
+class _NotExact(Exception):  # noqa: N818
+    """Why no weights can stand for a coefficient."""
+
+
+def _behind(model: nn.Module, trace: Trace, loop: Loop, skip: LongSkip, times: int) -> Iterator[Columns]:
+    """The columns behind one join; `times` is how often the consumer is called with this skip."""
+    join = trace.nodes[loop.join]
+    assert join.join is not None
+    if join.weighted and join.weight is not None:  # a fused layer: weights for [hidden, skip]
+        yield Columns(
+            join.weight, 1, model.get_parameter(join.weight).shape[1] - skip.size.channels, skip.size.channels
+        )
+        return
+    if join.join.kind != "cat":
+        raise _NotExact(f"it is joined by {join.join.kind}, and the layers behind see it mixed with the hidden state")
+    start, size = sum(join.join.sizes[: loop.position]), join.join.sizes[loop.position]
+    seen = [loop.join]
+    for node in seen:
+        for child in (trace.nodes[index] for index in trace.children[node]):
+            if child.weighted:
+                yield _columns_of(model, trace, child, start, size, times)
+            elif child.name in POSITIVELY_HOMOGENEOUS:
+                seen += [child.index] if child.index not in seen else []
+            elif child.name not in CANCELS:
+                raise _NotExact(f"it passes through {child.name} on the way to the weights")
+
+
+def _columns_of(model: nn.Module, trace: Trace, node: Node, start: int, size: int, times: int) -> Columns:
+    assert node.weight is not None
+    module = model.get_submodule(node.weight.rpartition(".")[0])
+    uses = sum(other.weight == node.weight for other in trace.nodes)
+    if uses != times:
+        raise _NotExact(f"{node.weight} is used {uses} times in one forward, not only on this skip")
+    if getattr(module, "groups", 1) != 1:
+        raise _NotExact(f"{node.weight} is a grouped convolution")
+    if node.name not in LAYERS | TRANSPOSED:
+        raise _NotExact(f"{node.weight} is used by {node.name}, not by a linear layer or convolution")
+    return Columns(node.weight, 0 if node.name in TRANSPOSED else 1, start, size)
