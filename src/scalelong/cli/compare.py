@@ -108,15 +108,10 @@ def _races(comparison: Comparison, command: Compare) -> list[Race]:
 def _text(comparison: Comparison, races: list[Race], command: Compare, refused: list[str]) -> str:
     parts = [aligned(measures_table(comparison))]
     for race in [race for race in races if len(race.arrivals) > 1]:
-        parts.append(f"To reach {race.what} {number(race.target)}{_why(race, comparison, command)}:")
+        given = command.loss if race.what == "loss" else command.metric_value
+        why = race.protocol if given is not None else f"{race.protocol}; the worst that any run ends with"
+        parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
     told = [text for _, text in findings(comparison, races[0] if races else None)]
     parts.append("\n".join([*told, seeds_words(comparison), *notes(comparison, refused)]))
     return "\n\n".join(parts)
-
-
-def _why(race: Race, comparison: Comparison, command: Compare) -> str:
-    if race.what == "loss":
-        smoothed = f"running mean over {comparison.window} steps"
-        return f" ({smoothed})" if command.loss is not None else f" ({smoothed}; the worst final one)"
-    return "" if command.metric_value is not None else " (the worst last one)"

@@ -17,6 +17,7 @@ from typing import Any
 import tyro
 from tqdm import tqdm
 
+from scalelong.report.html import write_report
 from scalelong.report.plots import plot_comparison, stack_grids
 from scalelong.report.series import RunSeries, read_run
 from scalelong.training import RunConfig, get_preset, read_events
@@ -45,7 +46,8 @@ def main(arguments: list[str]) -> None:
     stack_grids(runs, out / "samples.png")
     print(f"\nFour U-ViTs of 12 blocks, {command.steps} steps on 1,797 real digits, same seed and data:\n")
     print(comparison_table(runs))
-    print(f"\ncurves   {out / 'comparison.png'}\nsamples  {out / 'samples.png'}\nruns     {out}/<method>")
+    report = write_report(runs, out / "report.html")
+    print(f"\nreport   {report}\ncurves   {out / 'comparison.png'}\nsamples  {out / 'samples.png'}\nruns     {out}/<method>")
     print(f"in all   {time.perf_counter() - started:.0f} s")
 
 

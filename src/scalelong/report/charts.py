@@ -35,6 +35,7 @@ class Chart:
     chosen: str = ""  # the variant shown first
     names: list[str] | None = None  # what the whole numbers on the x axis stand for
     dots: bool = False
+    from_zero: bool = False
 
     @property
     def drawn(self) -> bool:
@@ -84,9 +85,9 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
             charts.append(
                 Chart(
                     f"quality-{number}-{what[0]}",
-                    f"{metric} against {what[0]}",
+                    f"{metric.name} against {what[0]}",
                     what[1],
-                    f"{metric.name} ({metric.extractor})" if metric.extractor else metric.name,
+                    metric.protocol,
                     series,
                     what[2],
                     dots=True,
@@ -114,7 +115,9 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     for what, title in (("norm", "Feature oscillation by block"), ("gradient", "Gradient oscillation by block")):
         series = [_by_block(i, group, blocks, what, comparison.horizon) for i, group in enumerate(comparison.groups)]
         label = "relative oscillation"
-        charts.append(Chart(f"{what}-blocks", title, "block", label, series, "index", names=blocks, dots=True))
+        charts.append(
+            Chart(f"{what}-blocks", title, "block", label, series, "index", names=blocks, dots=True, from_zero=True)
+        )
     return charts
 
 
@@ -128,7 +131,16 @@ def _coefficient_chart(comparison: Comparison) -> Chart:
         kappa = learned[0].config.scaling.kappa
         reference = constant_coefficients(len(learned[0].runs[0].coefficients()), kappa)
         series.append({**_points(-1, range(1, len(reference) + 1), reference), "label": f"cs {kappa:g} (not run)"})
-    return Chart("kappa", "Coefficients κᵢ", "skip i (1 = outermost)", "κᵢ", series, "index", dots=True)
+    return Chart(
+        "kappa",
+        "Coefficient of each skip",
+        "skip i (1 = outermost)",
+        "kappa",
+        series,
+        "index",
+        dots=True,
+        from_zero=True,
+    )
 
 
 def _throughput_chart(comparison: Comparison, limit: int) -> Chart:
@@ -217,7 +229,8 @@ def _frame(values: list[float]) -> tuple[bool, float | None]:
     """Whether to draw logarithmically, and where to cut off a high beginning."""
     if not values or min(values) <= 0:
         return False, None
-    highest, usual = max(values), float(np.quantile(values, 0.95))
-    if usual > 10 * min(values):
+    lowest, usual, highest = min(values), float(np.quantile(values, 0.85)), max(values)
+    if usual > 10 * lowest:
         return True, None
-    return False, usual + 0.6 * (usual - min(values)) if highest > usual + (usual - min(values)) else None
+    top = usual + 0.4 * (usual - lowest)
+    return False, top if highest > top else None

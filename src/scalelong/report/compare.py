@@ -27,7 +27,7 @@ MEASURES = {  # name -> how it is headed
     "gradient_oscillation": "gradient oscillation",
     "gradient_spread": "gradient-norm spread",
     "images_per_second": "images/s",
-    "seconds": "seconds",
+    "seconds": "training time",
 }
 
 
@@ -65,6 +65,7 @@ class Race:
     what: str
     target: float
     arrivals: tuple[Arrivals, ...]
+    protocol: str  # how it was measured
 
     def pairs(self) -> list[Pair]:
         """Every pair, the later method against the earlier one, so that the untouched network is the yardstick."""
@@ -110,8 +111,11 @@ class Comparison:
 
     def difference(self, group: Group, other: Group, measure: str) -> Difference:
         """group - other over seeds, paired where both have the same seeds; without an error for single seeds."""
-        a, b = self.per_seed(group, measure), self.per_seed(other, measure)
-        return paired_difference(a, b) if group.seeds == other.seeds else unpaired_difference(a, b)
+        return _difference(group, other, self.per_seed(group, measure), self.per_seed(other, measure))
+
+    def quality_difference(self, group: Group, other: Group, metric: Metric) -> Difference:
+        """group - other of the last values of a metric."""
+        return _difference(group, other, self.quality_per_seed(group, metric), self.quality_per_seed(other, metric))
 
     def loss_difference(self, group: Group, other: Group) -> Difference:
         """Of the final losses: over seeds where there are several, else over the last records of the two runs."""
@@ -132,7 +136,7 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal, after=self.window) for curve in own])
             for group, own in zip(self.groups, curves, strict=True)
         ]
-        return Race("loss", goal, tuple(arrivals))
+        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window} steps")
 
     def metric_race(self, metric: Metric, target: float | None = None) -> Race | None:
         """Steps and seconds to a value of a metric; by default the worst last one. Methods without a measurement do not take
@@ -146,12 +150,16 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal) for curve in own])
             for group, own in zip(measured, curves, strict=True)
         ]
-        return Race(str(metric), goal, tuple(arrivals))
+        return Race(metric.name, goal, tuple(arrivals), metric.protocol)
 
     def quality(self, group: Group, metric: Metric) -> Estimate:
         """The last value of a metric over the seeds of a group."""
+        return estimate(self.quality_per_seed(group, metric))
+
+    def quality_per_seed(self, group: Group, metric: Metric) -> list[float]:
+        """The last value of a metric of each run, nan where it was not measured."""
         series = [quality_series(run, metric)[1] for run in group.runs]
-        return estimate([values[-1] for values in series if values])
+        return [values[-1] if values else math.nan for values in series]
 
 
 def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
@@ -169,6 +177,10 @@ def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
         same_loss=len(data) == len(loss) == 1,
         metrics=tuple(metrics_of(runs)),
     )
+
+
+def _difference(group: Group, other: Group, a: list[float], b: list[float]) -> Difference:
+    return paired_difference(a, b) if group.seeds == other.seeds else unpaired_difference(a, b)
 
 
 def _measured(run: RunSeries, measure: str, upto: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def render(comparison: Comparison, refused: Sequence[str] = ()) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
+    environment.filters["tight"] = _tight
     source = environment.loader
     assert source is not None
     files = {name: source.get_source(environment, name)[0] for name in ("report.css", "chart.js", "page.js")}
@@ -75,7 +77,7 @@ def _context(comparison: Comparison, refused: Sequence[str]) -> dict[str, Any]:
         "charts": charts,
         "measures": measures_table(comparison),
         "races": _races(comparison),
-        "oscillation": _oscillation(comparison),
+        "oscillation": words.oscillations_words(comparison),
         "coefficients": [text for group in comparison.groups if (text := words.coefficient_words(group))]
         + [text for text in [words.learned_against_constant(list(comparison.groups))] if text],
         "throughput": words.throughput_words(comparison),
@@ -133,16 +135,6 @@ def _races(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def _oscillation(comparison: Comparison) -> list[str]:
-    told = [
-        words.oscillation_words(comparison, group, measure)
-        for measure in ("feature_oscillation", "gradient_oscillation")
-        for group in comparison.groups
-        if group is not comparison.baseline
-    ]
-    return [f"{text}." for text in told if text]
-
-
 def _configuration(groups: Sequence[Group]) -> list[list[str]]:
     """The settings that differ between methods, as a table."""
     rows = differing_settings([group.config for group in groups])
@@ -178,6 +170,11 @@ def _colours(groups: Sequence[Group]) -> list[int]:
 
 def _plain(chart: Chart) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(chart).items() if value not in (None, "", [])}
+
+
+def _tight(text: str) -> str:
+    """Numbers stay on one line with their ± and their unit."""
+    return re.sub(r"(?<=\d) (?=(s|min|h|steps|images)\b)|(?<=[\ds]) (?=±)|(?<=±) (?=\d)", "\u00a0", text)
 
 
 def _shown(value: Any) -> str:

@@ -36,7 +36,7 @@ def comparability(comparison: Comparison) -> list[str]:
         kinds = sorted({_objective_name(run) for run in comparison.runs})
         told.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(comparison.metrics) > 1:
-        kinds = [f"{metric} ({metric.extractor})" for metric in comparison.metrics]
+        kinds = [f"{metric.name} ({metric.protocol})" for metric in comparison.metrics]
         told.append(
             f"Quality was measured in {len(comparison.metrics)} ways that do not compare with each other: {joined(kinds)}."
         )

@@ -26,10 +26,13 @@ def count(value: float) -> str:
 
 
 def with_sd(value: Estimate, digits: int = 4) -> str:
-    """0.2301 ± 0.0012; a single value stands alone."""
+    """0.2301 ± 0.0012, the sd with as many decimals as the mean; a single value stands alone."""
     if not math.isfinite(value.sd):
         return number(value.mean, digits)
-    return f"{number(value.mean, digits)} ± {number(value.sd, 2)}"
+    mean = number(value.mean, digits)
+    decimals = len(mean.partition(".")[2]) if "e" not in mean else 0
+    sd = f"{value.sd:,.{decimals}f}"
+    return f"{mean} ± {sd if float(sd.replace(',', '')) or not value.sd else number(value.sd, 2)}"
 
 
 def percent(new: float, old: float) -> str:
@@ -52,6 +55,13 @@ def duration(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def duration_with_sd(value: Estimate) -> str:
+    """12.3 ± 0.4 s, or 4 min 5 s ± 12 s."""
+    if not math.isfinite(value.sd):
+        return duration(value.mean)
+    return f"{with_sd(value, 3)} s" if value.mean < 100 else f"{duration(value.mean)} ± {duration(value.sd)}"
 
 
 def times(value: float) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalelong.report.compare import MEASURES, Arrivals, Comparison, Race
-from scalelong.report.numbers import UNKNOWN, count, duration, times, with_sd
+from scalelong.report.numbers import UNKNOWN, count, duration_with_sd, times, with_sd
+from scalelong.report.statistics import Estimate
 
 Rows = list[list[str]]  # the first row is the head
 
@@ -20,7 +21,7 @@ def measures_table(comparison: Comparison) -> Rows:
     head = ["method", "seeds", *(MEASURES[name] for name in shown), *map(str, metrics)]
     rows = []
     for group in comparison.groups:
-        cells = [with_sd(comparison.measure(group, name), 3 if "oscill" in name else 4) for name in shown]
+        cells = [_cell(name, comparison.measure(group, name)) for name in shown]
         qualities = [with_sd(comparison.quality(group, metric)) for metric in metrics]
         rows.append([group.label, ", ".join(map(str, group.seeds)), *cells, *qualities])
     return [head, *rows]
@@ -91,12 +92,17 @@ def _arrival_cells(arrivals: Arrivals) -> list[object]:
     return [arrivals.group.label, _exact(arrivals.steps.mean), _exact(arrivals.seconds.mean), reached]
 
 
+def _cell(measure: str, value: Estimate) -> str:
+    if measure == "seconds":
+        return duration_with_sd(value)
+    return with_sd(value, 4 if measure == "final_loss" else 3)
+
+
 def _when(arrivals: Arrivals, steps: bool) -> str:
     if not arrivals.reached:
         return "not reached"
-    value = arrivals.steps if steps else arrivals.seconds
-    written = count if steps else duration
-    text = written(value.mean) + (f" ± {written(value.sd)}" if math.isfinite(value.sd) else "")
+    spread = f" ± {count(arrivals.steps.sd)}" if math.isfinite(arrivals.steps.sd) else ""
+    text = f"{count(arrivals.steps.mean)}{spread}" if steps else duration_with_sd(arrivals.seconds)
     total = len(arrivals.group.runs)
     return text if arrivals.all_reached else f"{text} ({arrivals.reached} of {total} seeds; the others: not reached)"
 

@@ -24,10 +24,10 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
             continue
         parts = [oscillation_words(comparison, group), loss_words(comparison, group)]
         parts += [quality_words(comparison, group, metric) for metric in comparison.metrics[:1]]
-        sentence = "; ".join(part for part in parts if part)
+        sentence = "; ".join(part for part in parts if part) or "nothing that it recorded can be compared"
+        sentence = sentence if sentence.startswith(group.label) else f"{group.label}: {sentence}"
         race_part = race_words(race, group, comparison.baseline) if race else ""
-        text = ". ".join(_capital(part) for part in (sentence, race_part) if part)
-        told.append((group, f"{text}." if text else "Nothing that it recorded can be compared."))
+        told.append((group, ". ".join(part for part in (sentence, _capital(race_part)) if part) + "."))
     return told
 
 
@@ -72,25 +72,36 @@ def seeds_words(comparison: Comparison) -> str:
         return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which proves nothing."
     few, many = min(counts), max(counts)
     seeds = f"{few}" if few == many else f"{few} to {many}"
-    return (
-        f"Mean ± sd over {seeds} seeds per method; called a difference only where zero lies outside the 95% interval."
-    )
+    rule = "two are called different only where zero lies outside the 95% interval of the difference"
+    return f"Mean ± sd over {seeds} seeds per method; {rule}."
+
+
+def oscillations_words(comparison: Comparison) -> list[str]:
+    """For each method but the baseline: features and gradients of the middle block."""
+    told = []
+    for group in comparison.groups:
+        measures = ("feature_oscillation", "gradient_oscillation") if group is not comparison.baseline else ()
+        parts = [oscillation_words(comparison, group, measure) for measure in measures]
+        if any(parts):
+            told.append("; ".join(part for part in parts if part) + ".")
+    return told
 
 
 def oscillation_words(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
-    """For example: lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)."""
+    """For example: cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)."""
     new, old = comparison.measure(group, measure), comparison.measure(comparison.baseline, measure)
     if not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
-    what = "the oscillation of the middle block" + ("'s gradient" if measure.startswith("gradient") else "")
+    gradient = measure.startswith("gradient")
+    who, what = ("it", "that of its gradient") if gradient else (group.label, "the oscillation of the middle block")
     values = f"{with_sd(old, 3)} to {with_sd(new, 3)} ({percent(new.mean, old.mean)})"
     difference = comparison.difference(group, comparison.baseline, measure)
     if math.isfinite(difference.standard_error) and not difference.clear:
-        return f"{group.label} shows no clear change of {what}: {values}, within the spread of the seeds"
+        return f"{who} shows no clear change of {what}: {values}, within the spread of the seeds"
     if abs(new.mean / old.mean - 1) < SAME:
-        return f"{group.label} leaves {what} as it is: {values}"
+        return f"{who} leaves {what} as it is: {values}"
     verb = "lowers" if new.mean < old.mean else "raises"
-    return f"{group.label} {verb} {what} from {values}"
+    return f"{who} {verb} {what} from {values}"
 
 
 def loss_words(comparison: Comparison, group: Group) -> str:
@@ -113,7 +124,12 @@ def quality_words(comparison: Comparison, group: Group, metric: Metric) -> str:
     new, old = comparison.quality(group, metric), comparison.quality(comparison.baseline, metric)
     if not comparison.same_data or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
-    return f"{metric} {with_sd(new)} against {with_sd(old)} ({percent(new.mean, old.mean)})"
+    difference = comparison.quality_difference(group, comparison.baseline, metric)
+    unclear = math.isfinite(difference.standard_error) and not difference.clear
+    return (
+        f"{metric} {with_sd(new)} against {with_sd(old)} ({percent(new.mean, old.mean)}"
+        f"{', within the spread of the seeds' if unclear else ''})"
+    )
 
 
 def quality_summary(comparison: Comparison) -> list[str]:
@@ -125,7 +141,7 @@ def quality_summary(comparison: Comparison) -> list[str]:
     told = []
     for metric in comparison.metrics:
         values = [(comparison.quality(group, metric), group.label) for group in comparison.groups]
-        known = sorted((value.mean, f"{label} {with_sd(value)}") for value, label in values if value.n)
+        known = sorted((value.mean, f"{with_sd(value)} for {label}") for value, label in values if value.n)
         told.append(f"{metric} at the last evaluation, lower is better: {joined([text for _, text in known])}.")
     return told
 
@@ -134,7 +150,8 @@ def target_words(race: Race) -> str:
     """Why this target, and who gets there."""
     late = [a for a in race.arrivals if not a.all_reached]
     who = "every run reaches it" if not late else f"not reached by {joined([_missing(a) for a in late])}"
-    return f"It is the worst that any run ends with; {who}. A speed-up of 2× means half the steps, or half the time."
+    why = f"The worst that any run ends with ({race.protocol}); {who}."
+    return f"{why} A speed-up of 2× means half the steps, or half the time."
 
 
 def films_words(films: Sequence[tuple[Group, RunSeries]]) -> str:

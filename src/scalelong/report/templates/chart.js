@@ -29,8 +29,10 @@ function shortNumber(value) {
   return String(+value.toPrecision(4));
 }
 
-const exactNumber = (value) =>
-  Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4));
+function exactNumber(value, digits = 4) {
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  return value === 0 ? "0" : value.toPrecision(digits);
+}
 
 function niceTicks(low, high, wanted) {
   const rough = (high - low) / Math.max(1, wanted);
@@ -100,7 +102,7 @@ class Chart {
     return series.group < 0 ? "var(--muted)" : `var(--c${this.groups[series.group].colour})`;
   }
 
-  scales(shown) {
+  range(shown) {
     const { spec } = this;
     const xs = shown.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
     const ys = shown.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]).filter((y) => !spec.log || y > 0);
@@ -109,17 +111,19 @@ class Chart {
     if (spec.x_kind !== "index") x0 = 0;
     if (x1 === x0) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     if (spec.top && y1 > spec.top) y1 = spec.top;
-    if (!spec.log) {
-      const room = (y1 - y0) * 0.08 || Math.abs(y1) * 0.1 || 1;
-      y0 = y0 >= 0 && y0 < (y1 - y0) * 0.6 ? 0 : y0 - room;
-      y1 += room;
-    } else [y0, y1] = [y0 / 1.15, y1 * 1.15];
+    if (spec.log) return [x0, x1, y0 / 1.15, y1 * 1.15];
+    const room = (y1 - y0) * 0.08 || Math.abs(y1) * 0.1 || 1;
+    const grounded = y0 >= 0 && (spec.from_zero || y0 < (y1 - y0) * 0.6);
+    return [x0, x1, grounded ? 0 : y0 - room / 2, y1 + room];
+  }
+
+  scales() {
     const [left, right, top, bottom] = this.frame;
-    const f = spec.log ? Math.log : (v) => v;
+    const [x0, x1, y0, y1] = this.limits;
+    const f = this.spec.log ? (v) => Math.log(Math.max(v, 1e-30)) : (v) => v;
     this.x = (v) => left + ((v - x0) / (x1 - x0)) * (right - left);
     this.back = (px) => x0 + ((px - left) / (right - left)) * (x1 - x0);
-    this.y = (v) => bottom - ((f(Math.max(v, spec.log ? 1e-30 : v)) - f(y0)) / (f(y1) - f(y0))) * (bottom - top);
-    this.limits = [x0, x1, y0, y1];
+    this.y = (v) => bottom - ((f(v) - f(y0)) / (f(y1) - f(y0))) * (bottom - top);
   }
 
   draw() {
@@ -128,30 +132,33 @@ class Chart {
     const height = width < 420 ? 220 : 270;
     this.picture?.remove();
     this.picture = svg(this.holder, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-    this.frame = [48, width - 12, 26, height - 36];
     const shown = this.series();
     if (!shown.length) {
       svg(this.picture, "text", { x: width / 2, y: height / 2, class: "empty" }, "every method is switched off");
       return;
     }
-    this.scales(shown);
-    this.axes();
+    this.limits = this.range(shown);
+    const [, , y0, y1] = this.limits;
+    const ticks = this.spec.log ? logTicks(y0, y1) : niceTicks(y0, y1, 5);
+    const longest = Math.max(...ticks.map((tick) => shortNumber(tick).length));
+    this.frame = [16 + 7 * longest, width - 12, 26, height - 36];
+    this.scales();
+    this.axes(ticks);
     const [left, right, top, bottom] = this.frame;
     const clip = `clip-${this.spec.id}`;
     const area = svg(svg(this.picture, "clipPath", { id: clip }), "rect");
-    for (const [k, v] of Object.entries({ x: left, y: top - 4, width: right - left + 6, height: bottom - top + 6 }))
+    for (const [k, v] of Object.entries({ x: left - 5, y: top - 4, width: right - left + 10, height: bottom - top + 8 }))
       area.setAttribute(k, v);
     this.lines = svg(this.picture, "g", { "clip-path": `url(#${clip})` });
     for (const series of shown) this.line(series);
     this.cursor = svg(this.picture, "g", { class: "cursor" });
   }
 
-  axes() {
-    const [left, right, top, bottom] = this.frame;
-    const [x0, x1, y0, y1] = this.limits;
+  axes(ticks) {
+    const [left, right, , bottom] = this.frame;
+    const [x0, x1] = this.limits;
     const { spec } = this;
-    const yTicks = spec.log ? logTicks(y0, y1) : niceTicks(y0, y1, 5);
-    for (const tick of yTicks) {
+    for (const tick of ticks) {
       svg(this.picture, "line", { x1: left, x2: right, y1: this.y(tick), y2: this.y(tick), class: "rule" });
       svg(this.picture, "text", { x: left - 8, y: this.y(tick) + 4, class: "tick y" }, shortNumber(tick));
     }
@@ -207,7 +214,8 @@ class Chart {
     const { holder } = this;
     holder.addEventListener("pointermove", (event) => this.point(event.clientX - holder.getBoundingClientRect().left));
     holder.addEventListener("pointerdown", (event) => this.point(event.clientX - holder.getBoundingClientRect().left));
-    holder.addEventListener("pointerleave", () => this.leave());
+    holder.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.leave());
+    document.addEventListener("pointerdown", (event) => holder.contains(event.target) || this.leave());
     holder.addEventListener("blur", () => this.leave());
     holder.addEventListener("keydown", (event) => this.key(event));
   }
@@ -255,7 +263,7 @@ class Chart {
       const row = html(this.readout, "div", "row");
       html(row, "span", "swatch").style.background = this.colour(series);
       html(row, "span", "name", this.label(series));
-      const spread = series.low ? ` ± ${exactNumber(+((series.high[i] - series.low[i]) / 2).toPrecision(2))}` : "";
+      const spread = series.low ? ` ± ${exactNumber((series.high[i] - series.low[i]) / 2, 2)}` : "";
       html(row, "span", "value", exactNumber(series.y[i]) + spread);
     }
     this.readout.hidden = false;
