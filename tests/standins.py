@@ -611,6 +611,34 @@ class GatedBranch(nn.Module):
         return self.out(x)
 
 
+class BranchedSkips(nn.Module):
+    """A transformer encoder whose skips pass through residual blocks of their own; only the innermost comes straight."""
+
+    class Decode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reduce = nn.Conv2d(16, 8, 1)
+
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            return self.reduce(torch.cat([x, skip], dim=1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out, self.mid = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 8, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.branch, self.up = nn.ModuleList(Up(8) for _ in range(3)), nn.ModuleList(self.Decode() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for at, (down, branch) in enumerate(zip(self.down, self.branch, strict=True)):
+            x = F.silu(down(x))
+            kept.append(x if at == 2 else branch(x))
+        x = self.mid(x)
+        for up in self.up:
+            x = up(x, kept.pop())
+        return self.out(x)
+
+
 class PlusPlus(nn.Module):
     """Nested dense skips in the manner of UNet++: one feature is joined in several places."""
 
@@ -811,6 +839,7 @@ REFUSED = [
     StandIn("UNet called twice", Twice, image, None, "does not fit in"),
     StandIn("two UNets in a row", TwoInARow, image, None, "does not fit in"),
     StandIn("draining blocks", Draining, image, None, "takes its skips out of the list"),
+    StandIn("skips with blocks of their own", BranchedSkips, image, None, "not all skips would be scaled"),
     StandIn("UNet++ style", PlusPlus, image, None, "joined more than once"),
 ]
 

@@ -99,6 +99,30 @@ def test_diffusers_transformers_without_long_skips_have_none(name: str) -> None:
         scalelong.find_skips(model, **example)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "count"),
+    [
+        ("UNet", ((2, 1, 2, (4, 8, 16), (2, 2)), {}), 2),
+        ("UNet", ((2, 1, 2, (4, 8, 16, 16), (2, 2, 2)), {"num_res_units": 2}), 3),
+        ("BasicUNet", ((2, 1, 2), {"features": (4, 4, 8, 8, 16, 4)}), 4),
+        ("DynUNet", ((2, 1, 2, (3, 3, 3), (1, 2, 2), (2, 2)), {"filters": (4, 8, 8)}), 2),
+        ("SegResNet", ((2,), {"init_filters": 8, "in_channels": 1}), "joined by add in the model itself"),
+        ("AttentionUnet", ((2, 1, 2, (4, 8, 16), (2, 2)), {}), "cannot be scaled"),
+        ("resnet18", ((), {"spatial_dims": 2, "n_input_channels": 1}), "no long skip connections"),
+    ],
+)
+def test_segmentation_networks_of_monai(name: str, settings, count: int | str) -> None:
+    nets = pytest.importorskip("monai.networks.nets")
+    torch.manual_seed(0)
+    model, x = getattr(nets, name)(*settings[0], **settings[1]), randn(2, 1, 32, 32)
+    if isinstance(count, int):
+        assert len(scalelong.apply(model, "cs", example=x).skips) == count
+        assert all(check.effect > 1e-4 for check in scalelong.verify(model, x).checks)
+    else:
+        with pytest.raises(ValueError, match=count):
+            scalelong.apply(model, "cs", example=x)
+
+
 class TestNothingIsChanged:
     """One look at a model leaves the model, its modes and buffers, and all random states as they were."""
 

@@ -138,10 +138,8 @@ def test_a_weight_that_serves_elsewhere_too_is_refused() -> None:
         """Its second decoder's convolution is used once more on something else."""
 
         def forward(self, x: Tensor) -> Tensor:
-            return (
-                super().forward(x)
-                + torch.nn.functional.conv2d(randn(2, 32, 8, 8).to(x) * x.mean(), self.up2[0].weight).mean()
-            )
+            other = randn(2, 32, 8, 8).to(x) * x.mean()
+            return super().forward(x) + torch.nn.functional.conv2d(other, self.up2[0].weight).mean()
 
     model = Tied().eval()
     scalelong.apply(model, "cs", kappa=0.5, example=image())

@@ -28,8 +28,9 @@ from scalelong.skips.verify import comparable_copies, oracle_loops
 POSITIVELY_HOMOGENEOUS = frozenset(  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
     {
         *("mul", "__mul__", "__rmul__", "div", "__truediv__", "clone", "contiguous", "to", "type", "type_as", "float"),
-        *("half", "bfloat16", "double", "interpolate", "dropout", "pad", "relu", "relu_", "leaky_relu", "leaky_relu_"),
+        *("half", "bfloat16", "double", "interpolate", "pad", "relu", "relu_", "leaky_relu", "leaky_relu_"),
         *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "permute", "transpose"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d"),
         *("movedim", "reshape", "view", "flatten", "neg", "detach"),
     }
 )

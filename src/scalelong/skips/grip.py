@@ -16,7 +16,8 @@ from scalelong.skips.trace import ModuleCall, Trace
 LINEAR_WITHOUT_WEIGHTS = frozenset(
     {
         *("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "clone", "contiguous", "to", "type"),
-        *("type_as", "float", "half", "double", "bfloat16", "detach", "interpolate", "dropout", "identity", "pad"),
+        *("type_as", "float", "half", "double", "bfloat16", "detach", "interpolate", "pad"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
     }
 )  # one by one, they keep the channels apart: a scaled slice stays a scaled slice
 LAYOUT = frozenset(

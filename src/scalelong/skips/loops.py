@@ -135,7 +135,32 @@ def long_loops(trace: Trace) -> list[Loop]:
         raise NoLongSkipsError(
             f"it has several nests of {longest} skips, joined in {where}; which is meant is not clear"
         )
+    missed = _unexplained(trace, clean[0].loops)
+    if missed is not None:
+        raise NoLongSkipsError(
+            f"{longest} of its skips are clear, but {_place(trace, missed)} joins something in the same way that does not "
+            "come straight from the layers before it; not all skips would be scaled"
+        )
     return clean[0].loops
+
+
+def _unexplained(trace: Trace, nest: Sequence[Loop]) -> int | None:
+    """A join like those of the nest, by a module of the same class and no earlier, that is none of them."""
+    explained = {each.join for loop in nest for each in (loop, *loop.again)}
+    frames = {_frame(trace, join) for join in explained}
+    for node in trace.nodes[min(explained) :]:
+        join = node.join
+        if node.index in explained or join is None or join.kind != nest[0].kind or join.kind == "add":
+            continue  # adds are everywhere
+        operands = [operand for operand in join.operands if operand is not None and trace.depth[operand]]
+        if len(operands) > 1 and _frame(trace, node.index) in frames:
+            return node.index
+    return None
+
+
+def _frame(trace: Trace, node: int) -> type | None:
+    call = trace.nodes[node].call
+    return type(trace.calls[call].module) if call >= 0 else None
 
 
 @dataclass(frozen=True)
