@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 BYTES_IN_ALL = 2_400_000  # of encoded pictures; as text they take a third more
 FRAMES = 24
 WIDTH = 640
+SMALL = 20_000  # bytes
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _frames(run: RunSeries, count: int, width: int) -> list[Frame]:
 
 
 def _encoded(step: int, path: Path, width: int) -> Frame:
-    """The picture as it is, or as WebP if that is smaller; larger ones are shrunk to `width`."""
+    """A small file as it is, a larger one as WebP if that is smaller; wide ones are shrunk to `width`."""
     original = path.read_bytes()
     with Image.open(io.BytesIO(original)) as opened:
         picture = opened.convert("RGB")
@@ -80,7 +81,7 @@ def _encoded(step: int, path: Path, width: int) -> Frame:
     packed = io.BytesIO()
     picture.save(packed, "WEBP", quality=85)
     kind, content = ("webp", packed.getvalue())
-    if not shrunk and len(original) <= len(content):
+    if not shrunk and len(original) <= max(len(content), SMALL):
         kind, content = ("png", original)
     uri = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     return Frame(step, uri, picture.width, picture.height)

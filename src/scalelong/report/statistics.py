@@ -63,11 +63,14 @@ def _judged(value: float, standard_error: float, freedom: float) -> Difference:
 
 def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
     """At each step s the mean of the values of the steps in (s - window, s]."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-    first = np.searchsorted(np.asarray(steps), np.asarray(steps) - window, side="right")
-    last = np.arange(1, len(steps) + 1)
-    first = np.minimum(first, last - 1)  # a record wider apart than the window stands for itself
-    return [float(mean) for mean in (sums[last] - sums[first]) / (last - first)]
+    if not values:
+        return []
+    own = np.asarray(steps)
+    last = np.arange(1, len(own) + 1)
+    first = np.minimum(np.searchsorted(own, own - window, side="right"), last - 1)
+    bounds = np.stack([first, last], axis=1).ravel()
+    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # each window on its own: a spike stays in its windows
+    return [float(mean) for mean in sums / (last - first)]
 
 
 def first_at_most(steps: Sequence[int], values: Sequence[float], target: float, after: int = 0) -> int | None:

@@ -1,0 +1,81 @@
+"""scalelong compare, as it is typed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from scalelong.cli import compare
+from scalelong.cli.main import main
+from tests.report.runs import write_run
+from tests.training.tiny import losses, tiny
+
+
+def test_runs_are_tabulated_raced_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"n{seed}", "none", seed, losses=[1.0, 0.8, 0.6, 0.4])
+        write_run(tmp_path / f"c{seed}", "cs", seed, losses=[0.9, 0.5, 0.4, 0.3])
+    written = ["--csv", str(tmp_path / "t.csv"), "--report", str(tmp_path / "r.html")]
+    assert main(["compare", str(tmp_path), *written]) == 0
+    text = capsys.readouterr().out
+    assert "0.4000 ± 0.0000" in text
+    assert "To reach loss 0.4000" in text
+    assert "1.33×" in text
+    assert "Mean ± sd over 2 seeds" in text
+    assert all((tmp_path / name).is_file() for name in ("t.csv", "t-pairs.csv", "r.html"))
+
+
+def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", "none")
+    write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)])
+    assert main(["compare", str(tmp_path), "--loss", "0.01", "--metric-value", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "To reach loss 0.01000 (running mean over 2 steps):" in text
+    assert "not reached" in text
+    assert "It does not reach loss 0.01000" in text
+    assert "FID of 10,000 images was not measured for none" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "runs: none given"),
+        (["RUN", "--metric-value", "5"], "metric-value: no run holds an evaluation"),
+        (["--preset", "digit-demo"], "did you mean 'digits-demo'?"),
+        (["--preset", "digits-demo", "--methods", "cs:half"], "methods: 'cs:half' has no number"),
+        (["--preset", "digits-demo", "--methods", "sc"], "scaling.method: unknown 'sc'"),
+        (["--preset", "digits-demo", "--steps", "0"], "training.steps: must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_run(tmp_path / "a"))
+    assert main(["compare", *(folder if a == "RUN" else a for a in arguments)]) == 1
+    message = capsys.readouterr().err
+    assert why in message
+    assert len(message.splitlines()) == 1
+
+
+def test_configurations_are_the_preset_with_each_method_and_seed() -> None:
+    command = compare.Compare(preset="digits-demo", methods=("none", "cs:0.5"), seeds=(3, 4), steps=9)
+    made = compare.configurations(command)
+    assert list(made) == ["none-seed3", "none-seed4", "cs0.5-seed3", "cs0.5-seed4"]
+    last = made["cs0.5-seed4"]
+    assert (last.scaling.method, last.scaling.kappa, last.training.seed, last.training.steps) == ("cs", 0.5, 4, 9)
+
+
+def test_a_preset_is_trained_where_missing_and_then_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "get_preset", lambda _: dataclasses.replace(tiny(training_checkpoint_every=2)))
+    arguments = ["compare", "--preset", "tiny", "--methods", "none", "ls", "--seeds", "0", "1", "--out", str(tmp_path)]
+    assert main([*arguments, "--steps", "4"]) == 0
+    assert "feature oscillation" in capsys.readouterr().out
+    folder = tmp_path / "ls-seed1"
+    first = losses(folder)
+    assert len(first) == 4
+    assert main([*arguments, "--steps", "6"]) == 0  # goes on, and does not begin again
+    assert losses(folder)[:4] == first
+    assert len(losses(folder)) == 6
+    assert "Mean ± sd over 2 seeds" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""scalelong report, as it is typed."""
+
+from pathlib import Path
+
+import pytest
+
+from scalelong.cli.main import main
+from tests.report.runs import write_run
+
+
+def test_one_folder_gets_its_own_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / "b", "cs")
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    assert (tmp_path / "runs" / "report.html").is_file()
+    assert "2 run(s)" in capsys.readouterr().out
+
+
+def test_several_folders_are_reported_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    bad = tmp_path / "c"
+    assert main(["report", *runs, str(bad), "--out", str(tmp_path / "r.html")]) == 0
+    assert "c: is no run" in capsys.readouterr().err
+    assert "c: is no run" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["nowhere"]])
+def test_nothing_to_show_is_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *arguments]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: runs: ")
+    assert len(message.splitlines()) == 1
+
+
+def test_a_run_without_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").unlink()
+    assert main(["report", str(folder)]) == 1
+    assert "has no metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""Who reaches what when, on curves that can be read off by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from scalelong.report import Comparison, compare_runs, read_runs
+from scalelong.report.quality import Metric, metrics_of, quality_series
+from tests.report.runs import write_run
+
+
+def compare(tmp_path: Path) -> Comparison:
+    return compare_runs(read_runs([tmp_path])[0])
+
+
+def test_the_race_to_the_worst_final_loss_is_won_by_all_and_timed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", losses=[1.0, 0.8, 0.6, 0.4])
+    write_run(tmp_path / "b", "cs", losses=[0.9, 0.5, 0.4, 0.3], seconds=2.0)
+    race = compare(tmp_path).loss_race()
+    assert race is not None
+    assert race.target == 0.4
+    assert [(a.steps.mean, a.seconds.mean) for a in race.arrivals] == [(40, 4), (30, 6)]
+    (pair,) = race.pairs()
+    assert (pair.first.group.label, pair.second.group.label) == ("cs 0.7", "none")
+    assert pair.in_steps == pytest.approx(40 / 30)
+    assert pair.in_seconds == pytest.approx(4 / 6)
+
+
+def test_a_target_that_some_seed_misses_gives_no_speed_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", 0, losses=[1.0, 0.5])
+    write_run(tmp_path / "b", "none", 1, losses=[1.0, 0.7])
+    write_run(tmp_path / "c", "cs", 0, losses=[0.6, 0.4])
+    race = compare(tmp_path).loss_race(0.6)
+    assert race is not None
+    none, cs = race.arrivals
+    assert (none.reached, none.all_reached, none.steps.mean) == (1, False, 20)
+    assert (cs.reached, cs.all_reached, cs.steps.mean) == (1, True, 10)
+    (pair,) = race.pairs()
+    assert math.isnan(pair.in_steps)
+    assert math.isnan(pair.in_seconds)
+
+
+def test_one_lucky_record_does_not_reach_a_loss(tmp_path: Path) -> None:
+    losses = [1.0] * 100
+    losses[30] = 0.1  # window: 1000 // 20 = 50 steps, five records
+    losses[95:] = [0.5] * 5
+    write_run(tmp_path / "a", losses=losses)
+    comparison = compare(tmp_path)
+    assert comparison.window == 50
+    race = comparison.loss_race(0.5)
+    assert race is not None
+    assert race.arrivals[0].steps.mean == 1000
+
+
+def test_numbers_are_taken_up_to_the_last_common_step(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", losses=[1.0] * 10)
+    write_run(tmp_path / "b", "cs", losses=[1.0] * 10 + [0.1] * 10)
+    comparison = compare(tmp_path)
+    assert comparison.horizon == 100
+    assert [comparison.measure(group, "final_loss").mean for group in comparison.groups] == [1.0, 1.0]
+
+
+def test_measures_are_means_over_seeds_and_rank_the_best_first(tmp_path: Path) -> None:
+    for seed, (none, cs) in enumerate([(1.0, 0.5), (2.0, 0.7)]):
+        write_run(tmp_path / f"none{seed}", "none", seed, losses=[none] * 2)
+        write_run(tmp_path / f"cs{seed}", "cs", seed, losses=[cs] * 2, seconds=0.5)
+    comparison = compare(tmp_path)
+    none_, cs_ = comparison.groups
+    assert comparison.measure(none_, "final_loss").mean == 1.5
+    assert comparison.measure(none_, "final_loss").sd == pytest.approx(math.sqrt(0.5))
+    assert [group.label for group in comparison.ranking("final_loss")] == ["cs 0.7", "none"]
+    assert comparison.ranking("images_per_second", largest_first=True)[0] is cs_
+    assert comparison.ranking("feature_oscillation") == []
+    assert comparison.difference(cs_, none_, "final_loss").value == pytest.approx(-0.9)
+    with pytest.raises(ValueError, match="measure: unknown"):
+        comparison.measure(none_, "beauty")
+
+
+def test_the_losses_of_single_seeds_are_paired_step_by_step(tmp_path: Path) -> None:
+    shared = [1.0, 3.0, 2.0, 5.0, 1.5, 4.0, 2.5, 3.5, 1.0, 2.0]
+    write_run(tmp_path / "a", "none", losses=shared * 5)
+    write_run(tmp_path / "b", "cs", losses=[loss - 0.1 - 0.001 * (i % 2) for i, loss in enumerate(shared * 5)])
+    write_run(tmp_path / "c", "ls", 1, losses=[loss - 0.1 for loss in shared * 5])
+    none, cs, ls = (comparison := compare(tmp_path)).groups
+    assert comparison.loss_difference(cs, none).clear  # the noise is the same in both
+    assert not comparison.loss_difference(ls, none).clear  # another seed: it is not
+
+
+def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluations=[(40, 9.0)])
+    write_run(tmp_path / "b", "cs", diffusion_prediction="x0", evaluations=[(40, 8.0)])
+    comparison = compare(tmp_path)
+    assert (comparison.same_data, comparison.same_loss) == (True, False)
+    assert comparison.loss_race() is None
+    assert comparison.metric_race(comparison.metrics[0]) is not None
+    write_run(tmp_path / "c", data_name="emoji32")
+    comparison = compare(tmp_path)
+    assert not comparison.same_data
+    assert comparison.loss_race() is None
+    assert comparison.metric_race(comparison.metrics[0]) is None
+
+
+def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(20, 30.0), (40, 20.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(20, 20.0), (40, 15.0)])
+    write_run(tmp_path / "c", "ls")
+    comparison = compare(tmp_path)
+    race = comparison.metric_race(comparison.metrics[0])
+    assert race is not None
+    assert (race.what, race.target) == ("FID", 20.0)
+    assert [(a.group.label, a.steps.mean, a.seconds.mean) for a in race.arrivals] == [
+        ("none", 40, 4),
+        ("cs 0.7", 20, 2),
+    ]
+    unreached = comparison.metric_race(comparison.metrics[0], 1.0)
+    assert unreached is not None
+    assert [a.reached for a in unreached.arrivals] == [0, 0]
+
+
+def test_qualities_compare_only_within_one_protocol(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluations=[(20, 30.0), (20, 34.0), (40, 20.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)], metric={"n": 50_000})
+    write_run(tmp_path / "c", "ls", evaluations=[(40, 9.0)], metric={"sampler": "ddim", "sampler_steps": 5})
+    runs = read_runs([tmp_path])[0]
+    assert [str(metric) for metric in metrics_of(runs)] == ["FID of 50,000 images"] + ["FID of 10,000 images"] * 2
+    assert [metric.protocol for metric in metrics_of(runs)][2] == "10,000 images, ddim 5 steps, inception"
+    plain = Metric("FID", 10_000, "inception")
+    assert [quality_series(run, plain) for run in runs] == [([20, 40], [32.0, 20.0]), ([], []), ([], [])]
+    assert Metric("FD(mine)", 10, "mine").protocol == "10 images"
+
+
+def test_no_runs_are_refused() -> None:
+    with pytest.raises(ValueError, match="runs: none given"):
+        compare_runs([])

@@ -1,0 +1,125 @@
+"""The page as text: whole, safe, small, and right about its runs."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scalelong.report import read_runs, write_report
+from tests.report.runs import draw_grid, write_run
+
+
+def page(tmp_path: Path, *runs: Path) -> str:
+    found, refused = read_runs(runs or [tmp_path])
+    return write_report(found, tmp_path / "report.html", refused).read_text()
+
+
+class Outline(HTMLParser):
+    """Checks that tags close in order, and collects what would be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.loads += [str(values[key]) for key in ("src", "href", "srcset", "data", "action") if values.get(key)]
+        self.ids += [str(values["id"])] if values.get("id") else []
+        if tag not in ("meta", "link", "img", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_everything_is_inside_the_file(tmp_path: Path) -> None:
+    draw_grid(write_run(tmp_path / "a", norms=[1.0, 2.0], kappa=[1.0], evaluations=[(20, 5.0)]), 10)
+    write_run(tmp_path / "b", "cs")
+    text = page(tmp_path)
+    outline = Outline()
+    outline.feed(text)
+    assert outline.open == []
+    assert outline.loads
+    assert all(link.startswith("data:") for link in outline.loads)
+    assert len(outline.ids) == len(set(outline.ids))
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_what_runs_wrote_cannot_become_markup(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    evil = "</script><script>alert(1)</script><img src=x>"
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace("scalelong train a", evil))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 20, "kind": "evaluation", "metric": evil, "value": 1.0, "n": 2}) + "\n")
+    made = page(tmp_path, folder)
+    assert evil not in made
+    assert "&lt;img src=x&gt;" in made
+    assert made.count("<script") == 2
+
+
+def test_the_page_says_what_is_missing_or_wrong(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("not json\n")
+    text = page(tmp_path, folder, tmp_path / "nowhere")
+    assert "1 damaged line in metrics.jsonl" in text
+    assert "nowhere: is no run" in text
+    assert "No evaluation was recorded" in text
+    assert "No run recorded the norms of its blocks" in text
+    assert "No run has drawn samples yet" in text
+    assert "a single seed proves nothing" in text
+
+
+def test_runs_of_different_data_are_drawn_without_quality(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluations=[(20, 4.0)])
+    write_run(tmp_path / "b", data_name="emoji32", evaluations=[(20, 4.0)])
+    text = page(tmp_path)
+    assert "their quality cannot be compared and is not drawn" in text
+    assert 'id="chart-quality-0-steps"' not in text
+    assert 'id="chart-loss-steps"' in text
+    assert "How soon" not in text
+
+
+def test_configurations_commands_and_speed_ups_are_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", losses=[1.0, 0.8, 0.6, 0.4])
+    write_run(tmp_path / "b", "cs", losses=[0.9, 0.5, 0.4, 0.3], optimizer_lr=0.02)
+    text = page(tmp_path)
+    assert "How soon loss 0.4000 is reached" in text
+    assert "1.33×" in text
+    assert "scalelong train b" in text
+    row = re.search(r'<th scope="row">optimizer.lr</th>(.*)', text)
+    assert row is not None
+    assert re.findall(r"<span>(.*?)</span>", row[1]) == ["0.001", "0.02"]
+
+
+def test_a_run_without_a_finite_loss_is_still_shown(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[None, None], kappa=[1.0])
+    write_run(tmp_path / "b", "cs", losses=[1.0, 0.5])
+    assert "2 of 2 records have no finite loss" in page(tmp_path)
+
+
+def test_the_page_stays_small(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        losses = list(rng.random(1500))
+        folder = write_run(tmp_path / str(i), "cs", losses=losses, norms=losses, optimizer_lr=0.001 * (i + 1))
+        (folder / "samples").mkdir()
+        for step in range(1, 9):
+            noise = rng.integers(0, 256, (272, 272, 3), dtype=np.uint8)
+            Image.fromarray(noise).save(folder / "samples" / f"step-{step:08d}.png")
+    assert len(page(tmp_path).encode()) < 5_000_000
+
+
+def test_a_folder_is_no_place_for_the_page(tmp_path: Path) -> None:
+    runs, _ = read_runs([write_run(tmp_path / "a")])
+    with pytest.raises(ValueError, match="is a folder"):
+        write_report(runs, tmp_path)
+    made = write_report(runs, tmp_path / "new" / "folder" / "r.html")
+    assert [path.name for path in made.parent.iterdir()] == ["r.html"]

@@ -1,0 +1,80 @@
+"""Runs read from folders, with what can be wrong with them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from scalelong.report import read_run, read_runs
+from tests.report.runs import draw_grid, write_run
+
+
+def test_a_run_is_read_by_kind(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", "cs", losses=[3.0, 2.0, 1.0], norms=[1.0, 2.0], kappa=[1.0, 0.7]))
+    assert run.label == "cs 0.7"
+    assert run.column("train", "loss") == ([10, 20, 30], [3.0, 2.0, 1.0])
+    assert run.column("train", "loss", upto=20) == ([10, 20], [3.0, 2.0])
+    assert (run.last_step, run.middle_block, run.coefficients()) == (30, "mid_block", [1.0, 0.7])
+    assert run.oscillation() == pytest.approx(1 / 1.5)  # |2 - 1| / mean(1, 2)
+    assert run.seconds_at([0, 15, 30]) == [0.0, 1.5, 3.0]
+
+
+def test_final_loss_is_the_mean_of_the_last_fifth(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", losses=[9.0] * 8 + [1.0, 2.0]))
+    assert run.final_loss() == 1.5
+    assert run.final_losses() == ([90, 100], [1.0, 2.0])
+    assert run.final_loss(upto=50) == 9.0
+
+
+def test_what_was_not_recorded_is_nan(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", losses=[None, None]))
+    assert math.isnan(run.final_loss())
+    assert math.isnan(run.oscillation())
+    assert (run.middle_block, run.coefficients(), run.sample_grids()) == ("", [], [])
+
+
+def test_damaged_lines_and_values_are_passed_over(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "kind": "train", "loss": "much"}\n{"step": 40, "kind": "train", "loss": NaN}\n')
+        file.write('{"kind": "train"}\n[1, 2]\n{"step": 50, "ki')
+    run = read_run(folder)
+    assert run.damaged_lines == 3
+    assert run.column("train", "loss") == ([10, 20], [1.0, 0.5])
+
+
+def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    for step in (20, 5):
+        draw_grid(folder, step)
+    (folder / "samples" / "seed0.png").write_bytes(b"")
+    (folder / "samples" / "step-last.png").write_bytes(b"")
+    assert [step for step, _ in read_run(folder).sample_grids()] == [5, 20]
+
+
+def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_run(tmp_path / name)
+    runs, refused = read_runs([tmp_path, tmp_path / "a"])
+    assert [run.folder.name for run in runs] == ["a", "b"]  # and none twice
+    assert refused == []
+
+
+def test_a_bad_run_is_left_out_and_named_while_others_remain(tmp_path: Path) -> None:
+    good, empty = write_run(tmp_path / "good"), write_run(tmp_path / "empty")
+    (empty / "metrics.jsonl").unlink()
+    runs, refused = read_runs([good, empty, tmp_path / "nowhere"])
+    assert [run.folder.name for run in runs] == ["good"]
+    assert "has no metrics.jsonl" in refused[0]
+    assert "nowhere: is no run" in refused[1]
+
+
+def test_no_run_at_all_is_an_error_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="runs: none given"):
+        read_runs([])
+    folder = write_run(tmp_path / "a", losses=[])
+    with pytest.raises(ValueError, match="holds no training record"):
+        read_runs([folder])
+    (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"a: metrics\.jsonl"):
+        read_runs([folder])

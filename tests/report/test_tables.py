@@ -1,0 +1,62 @@
+"""Tables for the terminal and for CSV."""
+
+import csv
+from pathlib import Path
+
+from scalelong.report import Comparison, compare_runs, read_runs
+from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
+from tests.report.runs import write_run
+
+
+def two_methods(tmp_path: Path) -> Comparison:
+    for seed, last in enumerate((0.4, 0.5)):
+        write_run(tmp_path / f"n{seed}", "none", seed, losses=[1.0, last], evaluations=[(20, 30.0 + seed)])
+        write_run(tmp_path / f"c{seed}", "cs", seed, losses=[0.5, 0.2])
+    return compare_runs(read_runs([tmp_path])[0])
+
+
+def test_measures_are_mean_and_sd_and_unknown_columns_are_left_out(tmp_path: Path) -> None:
+    head, none, cs = measures_table(two_methods(tmp_path))
+    assert head == [
+        "method",
+        "seeds",
+        "final loss",
+        "gradient-norm spread",
+        "images/s",
+        "training time",
+        "FID of 10,000 images",
+    ]
+    assert none == ["none", "0, 1", "0.4500 ± 0.0707", "0 ± 0", "100 ± 0", "2.00 ± 0.00 s", "30.50 ± 0.71"]
+    assert cs[-1] == "–"
+
+
+def test_what_is_not_reached_is_said(tmp_path: Path) -> None:
+    race = two_methods(tmp_path).loss_race(0.45)
+    assert race is not None
+    assert arrivals_table(race)[1] == [
+        "none",
+        "20 (1 of 2 seeds; the others: not reached)",
+        "2 s (1 of 2 seeds; the others: not reached)",
+    ]
+    assert pairs_table(race)[1] == ["cs 0.7", "none", "none: not reached", "–"]
+    never = two_methods(tmp_path / "again").loss_race(0.01)
+    assert never is not None
+    assert arrivals_table(never)[1][1:] == ["not reached", "not reached"]
+
+
+def test_columns_line_up() -> None:
+    assert aligned([["a", "long"], ["bcd", "1"]]) == "a    long\n---------\nbcd     1"
+
+
+def test_csv_holds_full_numbers_and_every_pair(tmp_path: Path) -> None:
+    comparison = two_methods(tmp_path / "runs")
+    race = comparison.loss_race()
+    assert race is not None
+    pairs = write_csv(comparison, [race], tmp_path / "out" / "table.csv")
+    rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
+    assert [(row["method"], float(row["final_loss_mean"])) for row in rows] == [("none", 0.45), ("cs 0.7", 0.2)]
+    assert rows[0]["FID n=10000 inception mean"] == "30.5"
+    assert rows[1]["FID n=10000 inception mean"] == rows[0]["feature_oscillation_mean"] == ""
+    (pair,) = csv.DictReader(pairs.open())
+    assert (pair["method"], pair["against"], pair["reached"]) == ("cs 0.7", "none", "2 of 2")
+    assert float(pair["speedup_steps"]) == 2.0
