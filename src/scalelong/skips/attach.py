@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from scalelong.scaling import Scaling, ScalingConfig
 from scalelong.skips.detect import detect
 from scalelong.skips.example import as_call, is_meta
+from scalelong.skips.generate import generated_example
 from scalelong.skips.guard import check_unwrapped
-from scalelong.skips.hooks import ROOT_NAME, attach, check_unscaled, detach, is_scaled, scaling_of
+from scalelong.skips.hooks import ROOT_NAME, attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
 from scalelong.skips.known import known_families, known_skips
+from scalelong.skips.placement import after_norm
 from scalelong.skips.reach import measure_reach
 from scalelong.skips.sites import Call, LongSkip, skip_table
 from scalelong.skips.verify import verify
@@ -30,6 +32,7 @@ __all__ = [
     "scaling_of",
 ]
 
+Placement = Literal["before", "after_norm"]
 CONFIG_KEY = "long_skip_scaling"  # the scaling's place in a diffusers config.json
 
 
@@ -97,13 +100,22 @@ def _without_scaling(model: nn.Module) -> nn.Module:
     return plain
 
 
-def apply(model: nn.Module, method: str = "cs", *, example: Any = None, **options: Any) -> Handle:
+def apply(
+    model: nn.Module,
+    method: str = "cs",
+    *,
+    example: Any = None,
+    placement: Placement = "before",
+    **options: Any,
+) -> Handle:
     """Scale the long skips of `model` in place.
 
     method: "none", "universal", "rsqrt2", "cs", "cs_reversed" or "ls"; options: kappa and allow_amplify for the constant
     ones; shared, reduction, module, activation and axis for "ls". On any error the model is left as it was.
     example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
     Skips found this way are checked by `verify` before `apply` returns.
+    placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
+    on the skip's channels behind the norm, and on the shortcut's input; for constant methods.
     """
     config = ScalingConfig.create(method, **options)
     call = None if example is None else as_call(example)
@@ -111,13 +123,33 @@ def apply(model: nn.Module, method: str = "cs", *, example: Any = None, **option
         check_unwrapped(model)
         check_unscaled(model)
     skips, detected = _find(model, call)
+    if placement != "before":
+        skips = _placed(model, skips, config, placement, call)
     scaling = config.build([skip.size for skip in skips])
     _match_device_and_dtype(scaling, model)
     attach(model, skips, scaling)
-    if call is not None and detected and not is_meta(model):
+    if call is not None and (detected or placement != "before") and not is_meta(model):
         _verify_or_undo(model, call)
-    _write_config(model, config, len(skips))
+    _write_config(model, config, len(skips), placement)
     return Handle(model, skips, config)
+
+
+def _placed(
+    model: nn.Module, skips: list[LongSkip], config: ScalingConfig, placement: str, call: Call | None
+) -> list[LongSkip]:
+    if placement != "after_norm":
+        raise ValueError(f"placement: unknown {placement!r}; choose one of before, after_norm")
+    if config.method == "ls":
+        raise ValueError(
+            "placement: 'after_norm' is for constant methods; the gates of 'ls' would see another tensor behind the norm "
+            "than at the shortcut, use placement='before'"
+        )
+    return after_norm(model, skips, call if call is not None else generated_example(model))
+
+
+def placement_of(model: nn.Module) -> Placement:
+    """Where the scaling on a model acts."""
+    return "after_norm" if any(skip.after_norm for skip in attached_skips(model)) else "before"
 
 
 def _verify_or_undo(model: nn.Module, call: Call) -> None:
@@ -141,18 +173,24 @@ def coefficients(model: nn.Module) -> list[float]:
     return scaling_of(model).current()
 
 
+def describe(config: ScalingConfig, num_skips: int, placement: Placement) -> dict[str, Any]:
+    """What is stored beside weights; the usual placement goes without saying."""
+    stored = config.to_json(num_skips)
+    return stored if placement == "before" else {**stored, "placement": placement}
+
+
 def _match_device_and_dtype(scaling: Scaling, model: nn.Module) -> None:
     reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     if reference is not None:
         scaling.to(device=reference.device, dtype=reference.dtype)
 
 
-def _write_config(model: Any, config: ScalingConfig | None, num_skips: int) -> None:
+def _write_config(model: Any, config: ScalingConfig | None, num_skips: int, placement: Placement = "before") -> None:
     """Write the scaling into a diffusers model's config, which `save_pretrained` stores, or take it out again."""
     if not hasattr(model, "register_to_config"):
         return
     if config is not None:
-        model.register_to_config(**{CONFIG_KEY: config.to_json(num_skips)})
+        model.register_to_config(**{CONFIG_KEY: describe(config, num_skips, placement)})
         return
     entries = model._internal_dict
     model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})

@@ -21,7 +21,7 @@ from scalelong.skips.example import is_meta, run_example, tensors_in, undisturbe
 from scalelong.skips.generate import generated_example
 from scalelong.skips.hooks import attached_skips, replace_scaling, scaling_of
 from scalelong.skips.loops import Loop
-from scalelong.skips.sites import Call, LongSkip
+from scalelong.skips.sites import Call, ChannelSlice, LongSkip, OutputChannels
 from scalelong.skips.trace import Node, Trace
 from scalelong.skips.verify import comparable_copies, oracle_loops
 
@@ -88,7 +88,7 @@ def _checked_changes(
         for skip, loop, kappa in zip(skips, found.loops, values, strict=True):
             if kappa == 1.0:
                 continue
-            columns = _columns(plain, found, loop, skip)
+            columns = _columns_after_norm(plain, skip) if skip.after_norm else _columns(plain, found, loop, skip)
             test.values = tuple(kappa if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
             _compare(hooked, plain, call, columns, kappa, skip, tolerance)
             yield from ((each, kappa) for each in columns)
@@ -146,6 +146,21 @@ def _columns(model: nn.Module, found: Detection, loop: Loop, skip: LongSkip) -> 
     if not columns:
         raise ValueError(f"{where}: no weights are found behind it; keep the hooks")
     return list(columns)
+
+
+def _columns_after_norm(model: nn.Module, skip: LongSkip) -> list[Columns]:
+    """The norm's own weights and biases of the skip's channels, and the shortcut's columns."""
+    columns = []
+    for name, place in skip.places:
+        if isinstance(place, OutputChannels):
+            if getattr(model.get_submodule(name), "weight", None) is None:
+                raise ValueError(
+                    f"fold: skip {skip.index}: {name} has no weights that could take kappa over; keep the hooks"
+                )
+            columns += [Columns(f"{name}.{key}", 0, place.start, place.channels) for key in ("weight", "bias")]
+        elif isinstance(place, ChannelSlice):
+            columns.append(Columns(f"{name}.weight", 1, place.start, place.channels))
+    return columns
 
 
 class _NotExact(Exception):  # noqa: N818

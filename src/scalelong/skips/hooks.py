@@ -7,14 +7,14 @@ graphs are independent of the original. The gates are registered once, at the ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from scalelong.scaling import Scaling
 from scalelong.skips.guard import check_state_dict
-from scalelong.skips.sites import Call, LongSkip, Take
+from scalelong.skips.sites import Call, LongSkip, OutputChannels, Take
 
 ROOT_NAME = "scalelong"  # the gates' place in the model and in its state dict
 _ATTACHMENT = "_scalelong_attachment"
@@ -27,6 +27,7 @@ class Attachment:
 
     scaling: Scaling
     takes: tuple[tuple[int, Take], ...]
+    gives: tuple[tuple[int, OutputChannels], ...] = ()
 
 
 def scale_incoming_skips(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -38,13 +39,27 @@ def scale_incoming_skips(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     return call
 
 
+def scale_outgoing_skips(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+    """The forward hook of a normalisation behind which kappa acts."""
+    attachment: Attachment = getattr(module, _ATTACHMENT)
+    for index, give in attachment.gives:
+        output = give.scaled_output(output, index, attachment.scaling)
+    return output
+
+
 def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling) -> None:
     """Hook every consumer and register the scaling at the root."""
-    for consumer in dict.fromkeys(skip.consumer for skip in skips):
-        takes = tuple((skip.index, skip.take) for skip in skips if skip.consumer == consumer)
-        module = model.get_submodule(consumer)
-        object.__setattr__(module, _ATTACHMENT, Attachment(scaling, takes))
-        module.register_forward_pre_hook(scale_incoming_skips, with_kwargs=True)
+    places = [(name, skip.index, place) for skip in skips for name, place in skip.places]
+    for name in dict.fromkeys(name for name, _, _ in places):
+        here = [(index, place) for other, index, place in places if other == name]
+        takes = tuple((index, place) for index, place in here if not isinstance(place, OutputChannels))
+        gives = tuple((index, place) for index, place in here if isinstance(place, OutputChannels))
+        module = model.get_submodule(name)
+        object.__setattr__(module, _ATTACHMENT, Attachment(scaling, takes, gives))
+        if takes:
+            module.register_forward_pre_hook(scale_incoming_skips, with_kwargs=True)
+        if gives:
+            module.register_forward_hook(scale_outgoing_skips)
     model.add_module(ROOT_NAME, scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
@@ -71,7 +86,7 @@ def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
     """Let the hooks that are on the model apply another scaling (used on copies, to check the hooks themselves)."""
     for module in consumers(model):
         before: Attachment = getattr(module, _ATTACHMENT)
-        object.__setattr__(module, _ATTACHMENT, Attachment(scaling, before.takes))
+        object.__setattr__(module, _ATTACHMENT, replace(before, scaling=scaling))
     model.add_module(ROOT_NAME, scaling)
 
 
@@ -112,3 +127,5 @@ def _drop_hooks(consumer: nn.Module) -> None:
     for key in [key for key, hook in consumer._forward_pre_hooks.items() if hook is scale_incoming_skips]:
         del consumer._forward_pre_hooks[key]
         consumer._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in consumer._forward_hooks.items() if hook is scale_outgoing_skips]:
+        del consumer._forward_hooks[key]

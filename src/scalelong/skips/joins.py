@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +71,15 @@ class JoinCall:
         return self.args, {**self.kwargs, key: change(self.kwargs[key])}
 
 
+@dataclass(frozen=True)
+class Which:
+    """A call of a torch function: its name, its number among all calls and, of a joining one, among those."""
+
+    name: str
+    op: int
+    join: int
+
+
 class CountingMode(TorchFunctionMode):
     """Sees every torch function in order and numbers the joining calls and all calls, the same way in every run."""
 
@@ -86,12 +96,31 @@ class CountingMode(TorchFunctionMode):
         op, join = self.ops, self.joins
         self.ops += 1
         self.joins += name in KINDS
-        return self.seen(func, name, op, join, args, kwargs)
+        return self.seen(func, Which(name, op, join), args, kwargs)
 
-    def seen(
-        self, func: Any, name: str, op: int, join: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # op, join: the numbers of this call
+    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+
+class ScaleSlices(CountingMode):
+    """The oracle of placement="after_norm": scales some channels of what chosen calls give, or are given first."""
+
+    def __init__(self, given: frozenset[int], taken: frozenset[int], start: int, size: int, factor: float) -> None:
+        super().__init__()
+        self.given, self.taken, self.start, self.size, self.factor = given, taken, start, size, factor
+        self.hits = 0
+
+    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if which.op in self.taken:
+            args = (self._scaled(args[0]), *args[1:])
+        result = func(*args, **kwargs)
+        return self._scaled(result) if which.op in self.given else result
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        self.hits += 1
+        factors = torch.ones(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        factors[self.start : self.start + self.size] = self.factor
+        return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
 
 
 class ScaleOperand(CountingMode):
@@ -103,12 +132,14 @@ class ScaleOperand(CountingMode):
         self.hits = 0
         self.outputs: dict[int, list[Tensor]] = {}
 
-    def seen(self, func: Any, name: str, op: int, join: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name in KINDS and join in self.operands:
+    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if which.name in KINDS and which.join in self.operands:
             self.hits += 1
-            args, kwargs = JoinCall(name, args, kwargs).with_operand(self.operands[join], lambda t: t * self.factor)
+            args, kwargs = JoinCall(which.name, args, kwargs).with_operand(
+                self.operands[which.join], lambda t: t * self.factor
+            )
         result = func(*args, **kwargs)
-        if op in self.watched:
+        if which.op in self.watched:
             given = result if isinstance(result, (list, tuple)) else [result]
-            self.outputs[op] = [item.detach().clone() for item in given if isinstance(item, Tensor)]
+            self.outputs[which.op] = [item.detach().clone() for item in given if isinstance(item, Tensor)]
         return result

@@ -7,6 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,9 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from scalelong.scaling import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, ROOT_NAME, apply, find_skips, is_scaled, remove, scaling_of
+from scalelong.skips.attach import CONFIG_KEY, Placement, apply, describe, find_skips, placement_of, remove
 from scalelong.skips.example import as_call
+from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -31,7 +33,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as staged:
         save_model(model, str(Path(staged) / WEIGHTS_NAME))
-        text = json.dumps(scaling.config.to_json(scaling.num_skips), indent=2)
+        text = json.dumps(describe(scaling.config, scaling.num_skips, placement_of(model)), indent=2)
         (Path(staged) / SCALING_NAME).write_text(text + "\n")
         for name in (WEIGHTS_NAME, SCALING_NAME):
             (Path(staged) / name).replace(folder / name)
@@ -47,8 +49,8 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     for name in (WEIGHTS_NAME, SCALING_NAME):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not found; a folder written by scalelong.save holds it")
-    config, num_skips = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
-    with _scaled_as(model, config, num_skips, example):
+    stored = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
+    with _scaled_as(model, stored, example):
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
 
@@ -62,39 +64,54 @@ def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Mod
             f"{source / 'config.json'}: holds no {CONFIG_KEY!r}; it was saved without a scaling, "
             f"use {cls.__name__}.from_pretrained and scalelong.apply"
         )
-    config, num_skips = _read_scaling(stored, str(source / "config.json"))
+    scaling = _read_scaling(stored, str(source / "config.json"))
     with _quiet_diffusers():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     _drop_stale_entry(model)
     gates = _read_gates(source)
-    with _scaled_as(model, config, num_skips):
+    with _scaled_as(model, scaling):
         scaling_of(model).load_state_dict(gates)
     return model
 
 
-def _read_scaling(stored: Any, where: str) -> tuple[ScalingConfig, int]:
+@dataclass(frozen=True)
+class _Stored:
+    """What was written beside weights."""
+
+    config: ScalingConfig
+    num_skips: int
+    placement: Placement
+
+
+def _read_scaling(stored: Any, where: str) -> _Stored:
     if not isinstance(stored, dict) or not {"method", "options", "num_skips"} <= stored.keys():
         raise ValueError(f"{where}: must hold method, options and num_skips, got {stored!r}")
-    return ScalingConfig.create(stored["method"], **stored["options"]), int(stored["num_skips"])
+    config = ScalingConfig.create(stored["method"], **stored["options"])
+    return _Stored(config, int(stored["num_skips"]), stored.get("placement", "before"))
 
 
 @contextmanager
-def _scaled_as(model: nn.Module, config: ScalingConfig, num_skips: int, example: Any = None) -> Iterator[None]:
+def _scaled_as(model: nn.Module, stored: _Stored, example: Any = None) -> Iterator[None]:
     """The model carries this scaling inside and, unless an error leaves the block, afterwards."""
     found = _count_skips(model, example)
-    if found != num_skips:
+    if found != stored.num_skips:
         raise ValueError(
-            f"num_skips: the saved scaling is of {num_skips} skips, this {type(model).__name__} has {found}"
+            f"num_skips: the saved scaling is of {stored.num_skips} skips, this {type(model).__name__} has {found}"
         )
     if is_scaled(model):
-        if scaling_of(model).config != config:
+        if scaling_of(model).config != stored.config:
             raise ValueError(
-                f"scaling: the model carries {scaling_of(model).config}, the saved one is {config}; "
+                f"scaling: the model carries {scaling_of(model).config}, the saved one is {stored.config}; "
+                "call scalelong.remove(model) first"
+            )
+        if placement_of(model) != stored.placement:
+            raise ValueError(
+                f"placement: the model is scaled with {placement_of(model)!r}, the saved one with {stored.placement!r}; "
                 "call scalelong.remove(model) first"
             )
         yield
         return
-    apply(model, config.method, example=example, **config.options)
+    apply(model, stored.config.method, example=example, placement=stored.placement, **stored.config.options)
     try:
         yield
     except BaseException:

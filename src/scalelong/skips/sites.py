@@ -96,6 +96,20 @@ class ChannelSlice:
 
 
 @dataclass(frozen=True)
+class OutputChannels:
+    """The skip's channels in what a module gives: behind a normalisation, which would cancel kappa before it."""
+
+    start: int
+    channels: int
+
+    def scaled_output(self, output: Tensor, index: int, scaling: Scaling) -> Tensor:
+        sizes = [self.start, self.channels, output.shape[1] - self.start - self.channels]
+        before, skip, after = torch.split(output, sizes, dim=1)
+        parts = [part for part in (before, scaling(index, skip), after) if part.shape[1]]
+        return torch.cat(parts, dim=1)
+
+
+@dataclass(frozen=True)
 class Fused:
     """The consumer takes the coefficient beside the skip and applies it itself (backbones of ours)."""
 
@@ -117,6 +131,12 @@ class LongSkip:
     reach: Reach  # how much of what follows sees kappa, see docs/families.md
     consumer: str  # the module whose call is taken hold of
     take: Take
+    after_norm: tuple[tuple[str, Take | OutputChannels], ...] = ()  # placement="after_norm": where kappa acts instead
+
+    @property
+    def places(self) -> tuple[tuple[str, Take | OutputChannels], ...]:
+        """The modules that are hooked for this skip, and where in their call."""
+        return self.after_norm or ((self.consumer, self.take),)
 
 
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalelong.skips.example import on_device_of, run_example, tensors_in, undisturbed
-from scalelong.skips.joins import KINDS, CountingMode, JoinCall, Kind
+from scalelong.skips.joins import KINDS, CountingMode, JoinCall, Kind, Which
 from scalelong.skips.sites import Argument, Call, Item
 
 ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
@@ -141,11 +141,12 @@ class _Recorder(CountingMode):
         self.nodes.append(node)
         self.node_of[tensor] = node.index
 
-    def seen(self, func: Any, name: str, op: int, join: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, op = which.name, which.op
         given = list(tensors_in([args, kwargs]))
         parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of]
         weights = [(tensor, self.weight_of[tensor]) for tensor in given if tensor in self.weight_of]
-        found = self._join(JoinCall(name, args, kwargs), join) if name in KINDS and parents else None
+        found = self._join(JoinCall(name, args, kwargs), which.join) if name in KINDS and parents else None
         result = func(*args, **kwargs)
         if name in ("__setitem__", "copy_"):
             self.add(args[0], parents, name, op)

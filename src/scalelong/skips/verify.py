@@ -19,7 +19,7 @@ from scalelong.scaling import ConstantScaling
 from scalelong.skips.detect import Detection, detect
 from scalelong.skips.example import is_meta, map_tensors, run_example, tensors_in, undisturbed
 from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
-from scalelong.skips.joins import ScaleOperand
+from scalelong.skips.joins import ScaleOperand, ScaleSlices
 from scalelong.skips.loops import Loop, NoLongSkipsError
 from scalelong.skips.sites import Call, LongSkip
 
@@ -82,7 +82,9 @@ def verify(model: nn.Module, *args: Any, **kwargs: Any) -> VerificationReport:
         checks = []
         for skip, loop in zip(skips, loops.loops, strict=True):
             test.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
-            checks.append(_check(skip, _run(hooked, call), _run(plain, call, (loops, loop)), untouched, dtype))
+            checks.append(
+                _check(skip, _run(hooked, call), _run(plain, call, _oracle(loops, loop, skip)), untouched, dtype)
+            )
     return VerificationReport(type(model).__name__, dtype, tuple(checks))
 
 
@@ -145,18 +147,18 @@ class _Result:
     gradients: list[Tensor] | None
 
 
-def _run(model: nn.Module, call: Call, oracle: tuple[Detection, Loop] | None = None) -> _Result:
-    """Outputs, and gradients of all weights and inputs; with `oracle`, one operand is multiplied by the factor."""
+def _run(model: nn.Module, call: Call, oracle: tuple[ScaleOperand | ScaleSlices, int] | None = None) -> _Result:
+    """Outputs, and gradients of all weights and inputs; under an oracle, which must act as often as is said."""
     args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), call)
     with undisturbed(model), torch.enable_grad():
         torch.manual_seed(0)  # noise that a forward draws is the same in every run
         if oracle is None:
             result = run_example(model, (args, kwargs))
         else:
-            found, loop = oracle
-            with oracle_mode(found, loop, FACTOR) as mode:
+            mode, times = oracle
+            with mode:
                 result = run_example(model, (args, kwargs))
-            if mode.hits != 1 + len(loop.again):
+            if mode.hits != times:
                 raise VerificationError("verify: two runs of the model on the same example do not take the same path")
         parts = [t.flatten() for t in tensors_in(result) if t.is_floating_point()]
         output = torch.cat([part.to(parts[0].dtype) for part in parts])
@@ -173,6 +175,19 @@ def _gradients(model: nn.Module, output: Tensor, inputs: list[Tensor]) -> list[T
     probe = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
     found = torch.autograd.grad((output * probe).sum(), wanted, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def _oracle(found: Detection, loop: Loop, skip: LongSkip) -> tuple[ScaleOperand | ScaleSlices, int]:
+    """The mode that does by itself what the hooks of this skip should do, and how often it acts."""
+    if not skip.after_norm:
+        return oracle_mode(found, loop, FACTOR), 1 + len(loop.again)
+    nodes = found.trace.nodes
+    join, uses = nodes[loop.join].join, [nodes[child] for child in found.trace.children[loop.join]]
+    assert join is not None
+    given = frozenset(use.op for use in uses if use.name == "group_norm")
+    taken = frozenset(use.op for use in uses if use.name != "group_norm")
+    start, size = sum(join.sizes[: loop.position]), join.sizes[loop.position]
+    return ScaleSlices(given, taken, start, size, FACTOR), len(uses)
 
 
 def oracle_mode(found: Detection, loop: Loop, factor: float, watched: frozenset[int] = frozenset()) -> ScaleOperand:
