@@ -30,15 +30,15 @@ def test_a_single_run_is_drawn_as_recorded_against_steps_and_time(tmp_path: Path
 
 
 def test_seeds_are_drawn_as_mean_and_band(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", seed=0, losses=[3.0, 1.0], seconds=1.0, evaluations=[(20, 4.0)])
-    write_run(tmp_path / "b", seed=1, losses=[5.0, 1.0, 0.5], seconds=3.0, evaluations=[(20, 6.0)])
+    write_run(tmp_path / "a", seed=0, losses=[3.0, 1.0], seconds=1.0, evaluations=[(10, 8.0), (20, 4.0)])
+    write_run(tmp_path / "b", seed=1, losses=[5.0, 1.0, 0.5], seconds=3.0, evaluations=[(10, 8.0), (20, 6.0)])
     made = charts(tmp_path)
     (series,) = made["loss-time"].series
     assert (series["x"], series["y"]) == ([2.0, 4.0], [4.0, 1.0])  # up to the last common step
     sd = np.std([3.0, 5.0], ddof=1)
     assert series["high"] == pytest.approx([4 + sd, 1.0], rel=1e-4)
     assert series["low"] == pytest.approx([4 - sd, 1.0], rel=1e-4)
-    assert made["quality-0-steps"].series[0]["y"] == [5.0]
+    assert made["quality-0-steps"].series[0]["y"] == [8.0, 5.0]
 
 
 def test_quality_of_different_data_is_not_drawn(tmp_path: Path) -> None:

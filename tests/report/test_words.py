@@ -99,6 +99,7 @@ def test_coefficients_are_described_as_they_lie(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", kappa=[1.0, 1.0, 1.0])
     write_run(tmp_path / "b", "cs", kappa=[1.0, 0.7, 0.49])
     write_run(tmp_path / "c", "ls", kappa=[0.5, 0.6, 0.4])
+    write_run(tmp_path / "d", "ls", 1, kappa=[0.5, 0.6, 0.4])
     groups = list(compare(tmp_path).groups)
     told = [words.coefficient_words(group) for group in groups]
     assert told[0] == "none: the same for all 3 skips, 1.00."
@@ -106,6 +107,14 @@ def test_coefficients_are_described_as_they_lie(tmp_path: Path) -> None:
     assert told[2].startswith("ls: between 0.400 and 0.600, from 0.500")
     assert words.learned_against_constant(groups) == (
         "ls lies below the curve of cs 0.7 at 3 of 3 skips; they are furthest apart at skip 1, by 0.500."
+    )
+
+
+def test_learned_coefficients_that_hardly_differ_are_nearly_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "ls", kappa=[0.50, 0.502])
+    (group,) = compare(tmp_path).groups
+    assert words.coefficient_words(group).startswith(
+        "ls: nearly the same for all 2 skips, 0.500 to 0.502 after training"
     )
 
 

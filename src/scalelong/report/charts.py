@@ -81,6 +81,8 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
                 _curve(i, group, lambda run, m=metric: quality_series(run, m), limit, in_seconds)  # type: ignore[misc]
                 for i, group in enumerate(comparison.groups)
             ]
+            if sum(len(one["y"]) for one in series) < 2:
+                continue  # a single point needs no axes
             what = ("time", "training time", "seconds") if in_seconds else ("steps", "step", "steps")
             charts.append(
                 Chart(
@@ -124,12 +126,12 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
 def _coefficient_chart(comparison: Comparison) -> Chart:
     series = []
     for i, group in enumerate(comparison.groups):
-        values = group.runs[0].coefficients()
+        values = group.coefficients()
         series.append(_points(i, range(1, len(values) + 1), values))
-    learned = [g for g in comparison.groups if g.method == "ls" and g.runs[0].coefficients()]
+    learned = [g for g in comparison.groups if g.method == "ls" and g.coefficients()]
     if learned and not any(group.method == "cs" for group in comparison.groups):
         kappa = learned[0].config.scaling.kappa
-        reference = constant_coefficients(len(learned[0].runs[0].coefficients()), kappa)
+        reference = constant_coefficients(len(learned[0].coefficients()), kappa)
         series.append({**_points(-1, range(1, len(reference) + 1), reference), "label": f"cs {kappa:g} (not run)"})
     return Chart(
         "kappa",

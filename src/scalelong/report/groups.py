@@ -31,6 +31,12 @@ class Group:
     def method(self) -> str:
         return self.config.scaling.method
 
+    def coefficients(self) -> list[float]:
+        """kappa_i at the end, averaged over the seeds that recorded them."""
+        recorded = [values for run in self.runs if (values := run.coefficients())]
+        alike = [values for values in recorded if len(values) == len(recorded[0])]
+        return [sum(column) / len(column) for column in zip(*alike, strict=True)]
+
 
 def settings_in_use(config: RunConfig) -> dict[str, Any]:
     """Every setting that has an effect: options that the scaling's method does not take are left out."""

@@ -81,6 +81,7 @@ def _context(comparison: Comparison, refused: Sequence[str]) -> dict[str, Any]:
         "coefficients": [text for group in comparison.groups if (text := words.coefficient_words(group))]
         + [text for text in [words.learned_against_constant(list(comparison.groups))] if text],
         "throughput": words.throughput_words(comparison),
+        "smoothing": words.smoothing_words(comparison),
         "quality": words.quality_summary(comparison),
         "films": films,
         "films_lead": words.films_words([(film.group, film.run) for film in films]),
@@ -173,8 +174,12 @@ def _plain(chart: Chart) -> dict[str, Any]:
 
 
 def _tight(text: str) -> str:
-    """Numbers stay on one line with their ± and their unit."""
-    return re.sub(r"(?<=\d) (?=(s|min|h|steps|images)\b)|(?<=[\ds]) (?=±)|(?<=±) (?=\d)", "\u00a0", text)
+    """Numbers stay on one line with their ±, their unit and their method."""
+    return re.sub(
+        r"(?<=cs|al) (?=\d\.)|(?<=ed) (?=\d\.)|(?<=\d) (?=(s|min|h|steps|images)\b)|(?<=[\ds]) (?=±)|(?<=±) (?=\d)",
+        "\u00a0",
+        text,
+    )
 
 
 def _shown(value: Any) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ class RunSeries:
     damaged_lines: int
     start: tuple[Record, ...] = ()
     evaluation: tuple[Record, ...] = ()
+    _columns: dict[tuple[str, str], Column] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -60,8 +62,13 @@ class RunSeries:
 
     def column(self, kind: str, key: str, upto: int | None = None) -> Column:
         """Steps and values of the records, up to a step, that have a finite number under this key."""
-        records = [r for r in getattr(self, kind) if _is_number(r.get(key)) and (upto is None or r["step"] <= upto)]
-        return [r["step"] for r in records], [float(r[key]) for r in records]
+        if (kind, key) not in self._columns:
+            records = [record for record in getattr(self, kind) if _is_number(record.get(key))]
+            records.sort(key=lambda record: record["step"])
+            self._columns[kind, key] = [r["step"] for r in records], [float(r[key]) for r in records]
+        steps, values = self._columns[kind, key]
+        count = len(steps) if upto is None else bisect_right(steps, upto)
+        return steps[:count], values[:count]
 
     def final_losses(self, upto: int | None = None) -> Column:
         """Steps and losses of the last fifth of the records."""

@@ -23,7 +23,8 @@ def measures_table(comparison: Comparison) -> Rows:
     for group in comparison.groups:
         cells = [_cell(name, comparison.measure(group, name)) for name in shown]
         qualities = [with_sd(comparison.quality(group, metric)) for metric in metrics]
-        rows.append([group.label, ", ".join(map(str, group.seeds)), *cells, *qualities])
+        seeds = ", ".join(map(str, group.seeds)) if len(group.runs) <= 4 else f"{len(group.runs)} seeds"
+        rows.append([group.label, seeds, *cells, *qualities])
     return [head, *rows]
 
 

@@ -146,6 +146,14 @@ def quality_summary(comparison: Comparison) -> list[str]:
     return told
 
 
+def smoothing_words(comparison: Comparison) -> str:
+    """What the lines of the loss charts are."""
+    counts = {len(group.runs) > 1 for group in comparison.groups}
+    parts = ["faint lines are the recorded values"] * (False in counts)
+    parts += ["lines are means over seeds, shaded by ± sd"] * (True in counts)
+    return f"Running mean over {count(comparison.window)} steps; {joined(parts)}."
+
+
 def target_words(race: Race) -> str:
     """Why this target, and who gets there."""
     late = [a for a in race.arrivals if not a.all_reached]
@@ -194,13 +202,16 @@ def throughput_words(comparison: Comparison) -> str:
 
 def coefficient_words(group: Group) -> str:
     """How the coefficients of one method lie along the index."""
-    values = group.runs[0].coefficients()
+    values = group.coefficients()
     if not values:
         return ""
     first, last = values[0], values[-1]
     learned = " after training (mean over the last batch)" if group.method == "ls" else ""
+    if max(values) - min(values) < 1e-6:
+        return f"{group.label}: the same for all {len(values)} skips, {number(first, 3)}{learned}."
     if max(values) - min(values) < SAME * max(values):
-        return f"{group.label}: the same for all {len(values)} skips, {number(sum(values) / len(values), 3)}{learned}."
+        ends = f"{number(min(values), 3)} to {number(max(values), 3)}"
+        return f"{group.label}: nearly the same for all {len(values)} skips, {ends}{learned}."
     falling = all(a >= b for a, b in pairwise(values))
     rising = all(a <= b for a, b in pairwise(values))
     ends = f"from {number(first, 3)} at the outermost skip to {number(last, 3)} at the innermost"
@@ -211,11 +222,11 @@ def coefficient_words(group: Group) -> str:
 
 def learned_against_constant(groups: list[Group]) -> str:
     """How far the learned coefficients lie from the constant ones."""
-    learned = next((g for g in groups if g.method == "ls" and g.runs[0].coefficients()), None)
-    constant = next((g for g in groups if g.method == "cs" and g.runs[0].coefficients()), None)
+    learned = next((g for g in groups if g.method == "ls" and g.coefficients()), None)
+    constant = next((g for g in groups if g.method == "cs" and g.coefficients()), None)
     if learned is None or constant is None:
         return ""
-    ours, theirs = learned.runs[0].coefficients(), constant.runs[0].coefficients()
+    ours, theirs = learned.coefficients(), constant.coefficients()
     if len(ours) != len(theirs):
         return ""
     gap, index = max((abs(a - b), i) for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1))
