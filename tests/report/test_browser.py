@@ -47,13 +47,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
-    program = next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-    )
-    if not program:
-        pytest.skip("no Chromium on this machine")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next((path for name in names if (path := shutil.which(name))), None)
     with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=program, args=FLAGS)
+        try:
+            launched = started.chromium.launch(executable_path=program, args=FLAGS)
+        except playwright.Error as error:
+            if program:
+                raise
+            pytest.skip(f"no Chromium here; apt-get install chromium, or playwright install chromium: {error}")
         yield launched
         launched.close()
 

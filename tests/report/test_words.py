@@ -56,6 +56,7 @@ def test_several_seeds_within_their_spread_are_no_change(tmp_path: Path) -> None
         write_run(tmp_path / f"n{seed}", "none", seed, norms=none)
         write_run(tmp_path / f"c{seed}", "cs", seed, norms=cs)
     assert "cs 0.7 shows no clear change of the oscillation" in finding(tmp_path)
+    assert words.headline(compare(tmp_path)).startswith("The oscillation of the middle block is equal within noise")
     assert "Mean ± sd over 3 seeds" in words.seeds_words(compare(tmp_path))
 
 
@@ -82,10 +83,10 @@ def test_the_headline_ranks_and_calls_a_tie_a_tie(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=NOISE, norms=SHAKY)
     write_run(tmp_path / "b", "cs", losses=NOISE, norms=STEADY)
     headline = words.headline(compare(tmp_path))
-    assert headline.startswith("cs 0.7 (0.0952) has the steadiest features, before none (0.400)")
-    assert "the final losses are equal within noise" in headline
+    assert headline.startswith("cs 0.7 has the lowest oscillation of the middle block (0.0952), before none (0.400)")
+    assert "the final loss is equal within noise, 0.3180 at its lowest" in headline
     write_run(tmp_path / "c", "ls", losses=[v - 0.1 for v in NOISE])
-    assert "the lowest final loss is that of ls" in words.headline(compare(tmp_path))
+    assert "ls has the lowest final loss (0.2180), before" in words.headline(compare(tmp_path))
 
 
 def test_one_run_alone_is_described(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal, after=self.window) for curve in own])
             for group, own in zip(self.groups, curves, strict=True)
         ]
-        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window} steps")
+        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window:,} steps")
 
     def metric_race(self, metric: Metric, target: float | None = None) -> Race | None:
         """Steps and seconds to a value of a metric; by default the worst last one. Methods without a measurement do not take

@@ -33,30 +33,37 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
 
 def headline(comparison: Comparison) -> str:
     """The steadiest method and the one of lowest loss, in one sentence; a tie is called a tie."""
-    parts = []
-    ranking = comparison.ranking("feature_oscillation")
-    if len(ranking) > 1:
-        best, second = (f"{g.label} ({with_sd(comparison.measure(g, 'feature_oscillation'), 3)})" for g in ranking[:2])
-        parts.append(f"{best} has the steadiest features, before {second}")
-    ranking = comparison.ranking("final_loss") if comparison.same_loss else []
-    if len(ranking) > 1:
-        tied = [g for g in ranking[1:] if not comparison.loss_difference(g, ranking[0]).clear]
-        best = f"{ranking[0].label} ({with_sd(comparison.measure(ranking[0], 'final_loss'))})"
-        if len(tied) == len(ranking) - 1:
-            parts.append(
-                f"the final losses are equal within noise, {with_sd(comparison.measure(ranking[0], 'final_loss'))}"
-            )
-        elif tied:
-            parts.append(
-                f"the lowest final loss is that of {best}, with {joined([g.label for g in tied])} within noise"
-            )
-        else:
-            parts.append(f"the lowest final loss is that of {best}")
+    parts = [_best(comparison, "feature_oscillation", "oscillation of the middle block")]
+    if comparison.same_loss:
+        parts.append(_best(comparison, "final_loss", "final loss"))
+    parts = [part for part in parts if part]
     if parts:
         return f"{_capital('; '.join(parts))}."
     only = comparison.groups[0]
     loss = with_sd(comparison.measure(only, "final_loss"))
     return f"{_capital(only.label)} ends at a loss of {loss} after {count(comparison.horizon)} steps."
+
+
+def _best(comparison: Comparison, measure: str, name: str) -> str:
+    """Which method has the lowest value, and which others cannot be told from it."""
+    ranking = comparison.ranking(measure)
+    if len(ranking) < 2:
+        return ""
+    best, digits = ranking[0], 4 if measure == "final_loss" else 3
+    tied = [group.label for group in ranking[1:] if _indistinct(comparison, group, best, measure)]
+    value = with_sd(comparison.measure(best, measure), digits)
+    if len(tied) == len(ranking) - 1:
+        return f"the {name} is equal within noise, {value} at its lowest ({best.label})"
+    second = f"{ranking[1].label} ({with_sd(comparison.measure(ranking[1], measure), digits)})"
+    rest = f"with {joined(tied)} within noise" if tied else f"before {second}"
+    return f"{best.label} has the lowest {name} ({value}), {rest}"
+
+
+def _indistinct(comparison: Comparison, group: Group, other: Group, measure: str) -> bool:
+    """Whether a difference was tested and is not clear."""
+    loss = measure == "final_loss"
+    difference = comparison.loss_difference(group, other) if loss else comparison.difference(group, other, measure)
+    return math.isfinite(difference.standard_error) and not difference.clear
 
 
 def seeds_words(comparison: Comparison) -> str:
@@ -207,17 +214,18 @@ def coefficient_words(group: Group) -> str:
         return ""
     first, last = values[0], values[-1]
     learned = " after training (mean over the last batch)" if group.method == "ls" else ""
-    if max(values) - min(values) < 1e-6:
-        return f"{group.label}: the same for all {len(values)} skips, {number(first, 3)}{learned}."
+    low, high = number(min(values), 3), number(max(values), 3)
+    if low == high:
+        return f"{group.label}: the same for all {len(values)} skips, {low}{learned}."
     if max(values) - min(values) < SAME * max(values):
-        ends = f"{number(min(values), 3)} to {number(max(values), 3)}"
+        ends = f"{low} to {high}"
         return f"{group.label}: nearly the same for all {len(values)} skips, {ends}{learned}."
     falling = all(a >= b for a, b in pairwise(values))
     rising = all(a <= b for a, b in pairwise(values))
     ends = f"from {number(first, 3)} at the outermost skip to {number(last, 3)} at the innermost"
     if falling or rising:
         return f"{group.label}: {'falling' if falling else 'rising'} {ends}{learned}."
-    return f"{group.label}: between {number(min(values), 3)} and {number(max(values), 3)}, {ends}{learned}."
+    return f"{group.label}: between {low} and {high}, {ends}{learned}."
 
 
 def learned_against_constant(groups: list[Group]) -> str:
