@@ -168,6 +168,13 @@ def test_runs_at_the_same_time_and_repeated_seeds_are_noted(tmp_path: Path) -> N
     assert "trained at the same time" not in "\n".join(notes(compare(tmp_path)))
 
 
+def test_a_run_that_mostly_started_up_is_noted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", losses=[1.0] * 4) / "metrics.jsonl"  # seconds 1, 2, 3, 4
+    for i in (4, 3, 2, 1):
+        path.write_text(path.read_text().replace(f'"seconds": {i}.0', f'"seconds": {i + 6}.0'))
+    assert any("a: 60% of its time went into starting up" in note for note in notes(compare(tmp_path)))
+
+
 def test_a_sound_comparison_needs_no_notes(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=STEADY)
     write_run(tmp_path / "b", "cs", norms=STEADY)

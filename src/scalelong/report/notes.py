@@ -53,6 +53,9 @@ def _about_run(run: RunSeries) -> list[str]:
     lost = len(run.train) - len(run.column("train", "loss")[0])
     if lost:
         told.append(f"{run.folder}: {lost} of {len(run.train)} records have no finite loss; they are not drawn.")
+    share = _start_up_share(run)
+    if share > 0.1:
+        told.append(f"{run.folder}: {share:.0%} of its time went into starting up, so its seconds say little.")
     skipped = max(run.column("train", "skipped")[1], default=0)
     if skipped:
         told.append(f"{run.folder}: {skipped:.0f} steps were skipped because the loss or gradient was not finite.")
@@ -93,6 +96,15 @@ def _about_all(comparison: Comparison) -> list[str]:
             seeds = joined([str(seed) for seed in repeated])
             told.append(f"{group.label}: seed {seeds} was given more than once; repeats are not independent.")
     return told
+
+
+def _start_up_share(run: RunSeries) -> float:
+    """How much of the run's time its first record took beyond what its steps take later."""
+    steps, seconds = run.column("train", "seconds")
+    if len(steps) < 3 or seconds[-1] <= 0:
+        return 0.0
+    later = (seconds[-1] - seconds[0]) / max(steps[-1] - steps[0], 1)
+    return (seconds[0] - steps[0] * later) / seconds[-1]
 
 
 def _overlapping(runs: Sequence[RunSeries]) -> bool:
