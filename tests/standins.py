@@ -794,6 +794,32 @@ class DiTStyle(nn.Module):
         return self.out(x)
 
 
+class TwoStreams(nn.Module):
+    """Blocks with an image and a text stream that attend to each other: two residuals enclose each other in every block."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.c, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, text: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            both = torch.cat([self.q(x), self.c(text)], dim=1)
+            mixed = self.out(F.scaled_dot_product_attention(both, both, both))
+            return text + mixed[:, x.shape[1] :], x + mixed[:, : x.shape[1]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.text = nn.Linear(3, 16), nn.Linear(3, 16)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        x, text = self.embed(x), self.text(x[:, :4])
+        for block in self.blocks:
+            text, x = block(text, x)
+        return x
+
+
 class Inception(nn.Module):
     """Parallel branches of different depth, concatenated."""
 
@@ -853,5 +879,6 @@ NEGATIVE = [
     StandIn("growing DenseNet", GrowingDenseNet, image, 0, NONE),
     StandIn("ViT", ViT, image, 0, NONE),
     StandIn("DiT style", DiTStyle, image_and_time, 0, NONE),
+    StandIn("two streams", TwoStreams, image, 0, NONE),
     StandIn("Inception", Inception, image, 0, NONE),
 ]

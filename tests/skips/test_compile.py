@@ -9,6 +9,7 @@ import torch
 
 import scalelong
 from tests.families import FAMILIES, build, output
+from tests.standins import FOUND
 
 FAMILY = {family.name: family for family in FAMILIES}
 
@@ -33,3 +34,27 @@ def test_compiled_equals_eager(name: str, method: str) -> None:
         if gradient is not None:
             torch.testing.assert_close(got_gradients[parameter], gradient, rtol=1e-3, atol=1e-5, msg=parameter)
     assert scalelong.coefficients(compiled) == pytest.approx(scalelong.coefficients(eager), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stand_in", "options"),
+    [
+        ("guided-diffusion style", {"method": "ls"}),
+        ("tutorial UNet", {"method": "cs"}),
+        ("guided-diffusion style", {"method": "cs", "placement": "after_norm"}),
+    ],
+)
+def test_a_detected_model_compiled_equals_eager(stand_in: str, options: dict[str, str]) -> None:
+    chosen = {each.name: each for each in FOUND}[stand_in]
+    torch.manual_seed(0)
+    eager = chosen.build().eval()
+    scalelong.apply(eager, **options, example=chosen.inputs())
+    compiled = copy.deepcopy(eager)
+    expected, got = eager(*chosen.inputs()), torch.compile(compiled, fullgraph=True)(*chosen.inputs())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    expected.square().mean().backward()
+    got.square().mean().backward()
+    for (name, p), (_, q) in zip(eager.named_parameters(), compiled.named_parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5, msg=name)

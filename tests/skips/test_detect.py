@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 import time
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import scalelong
 from scalelong.skips.detect import detect
@@ -72,31 +74,60 @@ def test_detection_agrees_with_what_is_known(family: Family) -> None:
     assert [skip.size for skip in found] == [skip.size for skip in known]
 
 
-@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "PixArtTransformer2DModel", "UVit2DModel"])
-def test_diffusers_transformers_without_long_skips_have_none(name: str) -> None:
-    from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel, UVit2DModel
+SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8, "patch_size": 2, "num_layers": 4}
+TIME, ZEROS = torch.tensor([3, 500]), torch.zeros(2, dtype=torch.long)
+WITHOUT_SKIPS = {
+    "DiTTransformer2DModel": (
+        {**SIZES, "num_embeds_ada_norm": 1000, "norm_num_groups": 4},
+        {"hidden_states": randn(2, 4, 8, 8), "timestep": TIME, "class_labels": ZEROS},
+    ),
+    "PixArtTransformer2DModel": (
+        {**SIZES, "cross_attention_dim": 16, "caption_channels": 12, "use_additional_conditions": False},
+        {
+            "hidden_states": randn(2, 4, 8, 8),
+            "timestep": TIME,
+            "encoder_hidden_states": randn(2, 5, 12),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        },
+    ),
+    "UVit2DModel": (
+        {
+            "hidden_size": 16, "cond_embed_dim": 8, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 24,
+            "encoder_hidden_size": 12, "vocab_size": 32, "codebook_size": 24, "block_out_channels": 16,
+            "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "sample_size": 8, "in_channels": 16,
+        },
+        {
+            "input_ids": ZEROS[:, None, None].expand(2, 8, 8),
+            "encoder_hidden_states": randn(2, 5, 12),
+            "pooled_text_emb": randn(2, 8),
+            "micro_conds": randn(2, 6),
+        },
+    ),
+    "SD3Transformer2DModel": (
+        {**SIZES, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 12, "caption_projection_dim": 16,
+         "pooled_projection_dim": 10},
+        {
+            "hidden_states": randn(2, 4, 8, 8),
+            "encoder_hidden_states": randn(2, 5, 12),
+            "pooled_projections": randn(2, 10),
+            "timestep": TIME.float(),
+        },
+    ),
+    "AutoencoderKL": (
+        {"block_out_channels": (8, 16), "down_block_types": ("DownEncoderBlock2D",) * 2,
+         "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4},
+        {"sample": randn(2, 3, 16, 16)},
+    ),
+}  # fmt: skip
 
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8, "patch_size": 2, "num_layers": 4}
-    time, zeros = torch.tensor([3, 500]), torch.zeros(2, dtype=torch.long)
-    if name == "DiTTransformer2DModel":
-        model = DiTTransformer2DModel(**sizes, num_embeds_ada_norm=1000, norm_num_groups=4)
-        example = {"hidden_states": randn(2, 4, 8, 8), "timestep": time, "class_labels": zeros}
-    elif name == "PixArtTransformer2DModel":
-        model = PixArtTransformer2DModel(
-            **sizes, cross_attention_dim=16, caption_channels=12, norm_num_groups=4, use_additional_conditions=False
-        )
-        example = {"hidden_states": randn(2, 4, 8, 8), "timestep": time, "encoder_hidden_states": randn(2, 5, 12)}
-        example["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
-    else:
-        model = UVit2DModel(
-            hidden_size=16, cond_embed_dim=8, micro_cond_encode_dim=4, micro_cond_embed_dim=24, encoder_hidden_size=12,
-            vocab_size=32, codebook_size=24, block_out_channels=16, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=32, sample_size=8, in_channels=16,
-        )  # fmt: skip
-        example = {"input_ids": zeros[:, None, None].expand(2, 8, 8), "encoder_hidden_states": randn(2, 5, 12)}
-        example |= {"pooled_text_emb": randn(2, 8), "micro_conds": randn(2, 6)}
+
+@pytest.mark.parametrize("name", WITHOUT_SKIPS)
+def test_diffusers_models_without_long_skips_have_none(name: str) -> None:
+    import diffusers
+
+    settings, example = WITHOUT_SKIPS[name]
     with pytest.raises(ValueError, match="no long skip connections"):
-        scalelong.find_skips(model, **example)
+        scalelong.find_skips(getattr(diffusers, name)(**settings), **example)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +272,32 @@ def test_kappa_one_is_bit_equal_and_remove_restores_a_detected_model() -> None:
     scalelong.remove(model)
     assert torch.equal(model(*image()), before)
     assert list(model.state_dict()) == keys
+
+
+@pytest.mark.parametrize("stand_in", FOUND[:4], **by_name)
+def test_a_detected_model_survives_copies_pickles_and_checkpointing(stand_in: StandIn) -> None:
+    model = made(stand_in).eval()
+    scalelong.apply(model, "ls", axis="channels", example=stand_in.inputs())
+    expected = model(*stand_in.inputs())
+    expected.square().mean().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(*stand_in.inputs()), expected)
+        with torch.no_grad():
+            for parameter in other.scalelong.parameters():
+                parameter.add_(1.0)
+        assert torch.equal(model(*stand_in.inputs()), expected), "a copy shares the original's gates"
+    again = made(stand_in).eval()
+    torch.manual_seed(1)
+    scalelong.apply(again, "ls", axis="channels", example=stand_in.inputs())
+    again.load_state_dict(model.state_dict())
+    checkpoint(lambda: again(*stand_in.inputs()).square().mean(), use_reentrant=False).backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("stand_in", FOUND, **by_name)

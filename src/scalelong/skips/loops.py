@@ -125,7 +125,7 @@ def long_loops(trace: Trace) -> list[Loop]:
     nests = [_nest_of(trace, group) for group in groups.values()]
     longest = max((len(nest.loops) for nest in nests), default=0)
     if longest == 0:
-        raise NoLongSkipsError("it has no long skip connections: no tensor is joined again after the layers it feeds")
+        raise NoLongSkipsError("it has no long skip connections: nothing is joined again but within one block")
     tied = [nest for nest in nests if len(nest.loops) == longest]
     clean = [nest for nest in tied if nest.trouble is None]
     if not clean:
@@ -177,6 +177,8 @@ def _nest_of(trace: Trace, group: list[Loop]) -> _Nest:
     nest = longest_nest(once)
     if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block_residual(trace, nest[0]))):
         return _Nest([], None)
+    if 2 <= len(nest) <= _modules_in_a_row(trace, once):
+        return _Nest([], None)  # blocks with several streams
     repeated = [
         loop
         for loop in group
@@ -208,10 +210,22 @@ def _merge_repeats(trace: Trace, group: list[Loop]) -> list[Loop]:
     return merged
 
 
+def _modules_in_a_row(trace: Trace, loops: Sequence[Loop]) -> int:
+    """How many module calls that own these loops follow each other, none inside another."""
+    owners = sorted({loop.owner for loop in loops if loop.owner >= 0}, key=lambda owner: trace.calls[owner].end)
+    count, end = 0, -1
+    for owner in owners:
+        if trace.calls[owner].start >= end:
+            count, end = count + 1, trace.calls[owner].end
+    return count
+
+
 def _is_block_residual(trace: Trace, loop: Loop) -> bool:
-    """x + f(x) in a module that was handed x: the residual of one block, not a long skip."""
+    """x + f(x) around one module, or in a module that was handed x: the residual of one block, not a long skip."""
     if loop.kind == "cat" or loop.owner < 0:
         return False
+    if loop.around_one_module:
+        return True
     owner = trace.calls[loop.owner]
     return loop.source < owner.start and trace.nodes[loop.join].call == loop.owner
 
