@@ -26,7 +26,7 @@ from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.ema import Ema
-from scalelong.training.step import Stepper, sample_indices
+from scalelong.training.step import Pending, Stepper, sample_indices
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,14 @@ def our_steps(config: RunConfig, device: torch.device, steps: int) -> float:
     model = build_model(config, (3, 32, 32)).to(device)
     ema = Ema(model, 0.9999)
     stepper = Stepper(config, model, build_objective(config), device, 1)
+    before: list[Pending] = []  # a step's numbers are read one step later, as the loop does
 
     def step(number: int) -> None:
-        stepper.compute(number + 1, loader.batches([sample_indices(config, number + 1, 0, 0, 1)]), stop=False)
-        stepper.update()
+        pending = stepper.compute(number + 1, loader.batches([sample_indices(config, number + 1, 0, 0, 1)]), stop=False)
+        if before:
+            before.pop().read(1)
+        before.append(pending)
+        stepper.update(pending)
         ema.update(model, number + 1)
         stepper.clear()
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ from tests.training.tiny import losses, newest, tiny
 def assert_same_run(one, other) -> None:
     """Equal loss sequences and bit-equal weights, average and optimizer at the end."""
     assert losses(one) == losses(other)
+    assert_same_weights(one, other)
+
+
+def assert_same_weights(one, other) -> None:
     for name in ("model", "ema", "optimizer"):
         first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (one, other))
         assert first.keys() == second.keys()
@@ -54,7 +59,7 @@ def test_a_run_writes_what_it_should(tmp_path) -> None:
     records, damaged = read_events(folder)
     assert damaged == 0
     assert records[0]["kind"] == "start"
-    assert records[0]["command"] == shlex.join(sys.argv)
+    assert records[0]["command"] == shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     last = records[-1]
     assert last["step"] == 6
     assert last.keys() >= {"loss", "gradient_norm", "lr", "images_per_second", "seconds", "skipped", "kappa"}
@@ -151,8 +156,9 @@ class TestNonFinite:
     def trainer(self, folder, policy: str, **changes: object) -> Trainer:
         return Trainer(tiny(training_on_nonfinite=policy, **changes), folder)
 
-    def test_raise_stops_before_the_update_and_names_step_sample_and_time(self, tmp_path) -> None:
-        trainer = self.trainer(tmp_path / "run", "raise")
+    @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
+    def test_raise_stops_before_the_update_and_names_step_sample_and_time(self, log_every, tmp_path) -> None:
+        trainer = self.trainer(tmp_path / "run", "raise", training_log_every=log_every)
         Poison(trainer, step=6)
         with pytest.raises(NonFiniteError, match=r"step 6: the loss is not finite.*samples \[42\] at t = \[0\.\d+\]"):
             trainer.run()
@@ -171,15 +177,17 @@ class TestNonFinite:
         assert (record["step"], record["skipped"]) == (12, 1)
         assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
-    def test_rewind_goes_back_and_leaves_that_step_out(self, tmp_path) -> None:
-        rewound = self.trainer(tmp_path / "rewound", "rewind")
+    @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
+    def test_rewind_goes_back_and_leaves_that_step_out(self, log_every, tmp_path) -> None:
+        rewound = self.trainer(tmp_path / "rewound", "rewind", training_log_every=log_every)
         Poison(rewound, step=6)
         rewound.run()
         skipped = self.trainer(tmp_path / "skipped", "skip")
         Poison(skipped, step=6)
         skipped.run()
         assert rewound.guard.skipped == [6]
-        assert [step for step, _ in losses(tmp_path / "rewound")] == list(range(1, 13))
+        due = [step for step in range(1, 13) if step % log_every == 0 or step == 12]
+        assert [step for step, _ in losses(tmp_path / "rewound")] == due
         for one, other in zip(rewound.model.parameters(), skipped.model.parameters(), strict=True):
             assert torch.equal(one, other)
 
@@ -191,17 +199,23 @@ class TestNonFinite:
             trainer.run()
 
 
+@pytest.mark.parametrize("log_every", [1, 50], ids=["read at once", "read a step later"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, tmp_path) -> None:
-    trainer = Trainer(tiny(), tmp_path / "run")
+def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, log_every: int, tmp_path) -> None:
+    config = tiny(training_log_every=log_every, training_checkpoint_every=50)
+    trainer = Trainer(config, tmp_path / "run")
     trainer.observers.append(lambda step, model: os.kill(os.getpid(), number) if step == 6 else None)
     before = signal.getsignal(number)
     trainer.run()
     assert trainer.step == 7  # the signal arrived after step 6 was reduced; the next one carries it to every rank
     assert newest(tmp_path / "run").name == "step-00000007"
     assert signal.getsignal(number) == before
-    train(tiny(), tmp_path / "run")
-    assert_same_run(train(tiny(), tmp_path / "whole"), tmp_path / "run")
+    train(config, tmp_path / "run")
+    whole = train(config, tmp_path / "whole")
+    if log_every == 1:
+        assert_same_run(whole, tmp_path / "run")
+    else:  # the record that was written when the run stopped is one more
+        assert_same_weights(whole, tmp_path / "run")
 
 
 def test_observers_see_the_gradients_and_their_values_are_recorded(tmp_path) -> None:

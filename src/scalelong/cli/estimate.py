@@ -43,8 +43,9 @@ def _seconds_per_step(
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        stepper.compute(1, loader.batches([torch.arange(size)]), stop=False)
-        stepper.update()
+        pending = stepper.compute(1, loader.batches([torch.arange(size)]), stop=False)
+        stepper.update(pending)
+        pending.read(1)
         stepper.clear()
         times.append(time.perf_counter() - started)
     return min(times)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from scalelong.evaluation import Extractor, InceptionFeatures, RandomConvFeatures
-from scalelong.evaluation.run import Evaluation, Protocol, evaluate_run, reference_of
+from scalelong.evaluation.run import Evaluation, Protocol, evaluate_run, get_extractor, reference_of
 from scalelong.training import load_run
 from scalelong.training.events import METRICS
 from scalelong.training.run import TrainedRun
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """Load, draw, measure, record."""
     command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
     run = load_run(command.run, step=command.checkpoint, device=command.device)
-    extractor = _extractor(command)
+    extractor = get_extractor(command.extractor, command.device, command.weights)
     reference = reference_of(run, extractor)
     protocol = Protocol(
         command.num_samples,
@@ -61,14 +60,6 @@ def main(arguments: list[str]) -> None:
         values = [evaluation.result.value for evaluation in found]
         spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
         print(f"{found[0].result.metric} over {len(values)} seeds: {spread}")
-
-
-def _extractor(command: Evaluate) -> Extractor:
-    if command.extractor == "inception":
-        return InceptionFeatures(command.device, command.weights)
-    if command.extractor == "random-conv":
-        return RandomConvFeatures(device=command.device)
-    raise ValueError(f"extractor: must be inception or random-conv, got {command.extractor!r}")
 
 
 def record_evaluation(run: TrainedRun, evaluation: Evaluation) -> None:

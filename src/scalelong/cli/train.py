@@ -14,6 +14,7 @@ import tyro
 from scalelong.cli.estimate import print_estimate
 from scalelong.data import to_float
 from scalelong.diffusion import draw_time_and_noise
+from scalelong.evaluation.run import EvaluationObserver, Protocol, get_extractor
 from scalelong.stability import OscillationProbe
 from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset, to_yaml
 
@@ -27,6 +28,9 @@ class Train:
     config: str = ""  # a YAML file whose settings go over the preset's
     dry_run: bool = False  # print the settings, parameters, memory and time, and train nothing
     probe_every: int = 0  # record the blocks' feature and gradient norms every so many steps; 0: never
+    evaluate_every: int = 0  # measure FID every so many steps; 0: never
+    evaluate_samples: int = 10_000
+    evaluate_extractor: str = "inception"  # inception, or random-conv (light, and not FID)
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
@@ -59,6 +63,10 @@ def main(arguments: list[str]) -> None:
     trainer = Trainer(settings, command.out or default)
     if command.probe_every:
         trainer.observers.append(oscillation_probe(trainer, command.probe_every))
+    if command.evaluate_every:
+        extractor = get_extractor(command.evaluate_extractor, trainer.device)
+        protocol = Protocol(command.evaluate_samples)
+        trainer.observers.append(EvaluationObserver(trainer, extractor, protocol, command.evaluate_every))
     folder = trainer.run()
     if trainer.ranks.is_main_process:
         print(f"{_state(trainer)} at step {trainer.step}: {folder}")

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
 from scalelong.evaluation.evaluate import Result, evaluate_images
-from scalelong.evaluation.extractors import Extractor
+from scalelong.evaluation.extractors import Extractor, RandomConvFeatures
 from scalelong.evaluation.generate import generate_batches
+from scalelong.evaluation.inception import InceptionFeatures
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.statistics import FeatureStatistics
-from scalelong.training import TrainedRun
+from scalelong.training import TrainedRun, Trainer
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ class Evaluation:
         }
 
 
+def get_extractor(name: str, device: str | torch.device, weights: str | None = None) -> Extractor:
+    """ "inception", the network of FID, or "random-conv", which is light and not FID."""
+    if name == "inception":
+        return InceptionFeatures(device, weights)
+    if name == "random-conv":
+        return RandomConvFeatures(device=device)
+    raise ValueError(f"extractor: must be inception or random-conv, got {name!r}")
+
+
 def reference_of(run: TrainedRun, extractor: Extractor) -> FeatureStatistics:
     """The statistics of the data that the run was trained on."""
     data = run.config.data
@@ -67,9 +77,15 @@ def reference_of(run: TrainedRun, extractor: Extractor) -> FeatureStatistics:
 
 
 def evaluate_run(
-    run: TrainedRun, extractor: Extractor, reference: FeatureStatistics, protocol: Protocol, seed: int
+    run: TrainedRun,
+    extractor: Extractor,
+    reference: FeatureStatistics,
+    protocol: Protocol,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Evaluation:
-    """Draw `num_images` images of this seed and measure them."""
+    """Draw `num_images` images of this seed, each rank its part, and measure them."""
     sampler = protocol.sampler or run.config.sampling.sampler
     steps = protocol.steps or (0 if protocol.sampler else run.config.sampling.steps)
     model = torch.compile(run.model) if protocol.compile else run.model
@@ -86,9 +102,34 @@ def evaluate_run(
         clip=run.config.sampling.clip,
         device=next(run.model.parameters()).device,
         precision=protocol.precision,
+        rank=rank,
+        world_size=world_size,
     )
     result = evaluate_images(clock.watch(batches), reference, extractor, total=protocol.num_images)
     return Evaluation(result, seed, sampler, steps, clock.inside, clock.since_start())
+
+
+class EvaluationObserver:
+    """Measures a run every so many steps while it trains; what it gives is recorded as kind "evaluation"."""
+
+    kind = "evaluation"
+
+    def __init__(self, trainer: Trainer, extractor: Extractor, protocol: Protocol, every: int) -> None:
+        self.trainer, self.extractor, self.protocol, self.every = trainer, extractor, protocol, every
+        self.reference = reference_statistics(trainer.source, extractor, root=trainer.config.data.root)
+
+    def __call__(self, step: int, _model: nn.Module) -> dict[str, Any] | None:
+        trainer = self.trainer
+        if step % self.every:
+            return None
+        run = TrainedRun(
+            trainer.folder, trainer.config, trainer.ema.model, trainer.objective, trainer.source.shape, step
+        )
+        ranks = trainer.ranks
+        evaluation = evaluate_run(
+            run, self.extractor, self.reference, self.protocol, 0, ranks.process_index, ranks.num_processes
+        )
+        return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 
 
 class _Clock:

@@ -108,6 +108,7 @@ class TrainingSettings:
     sample_every: int = 5000  # 0: never
     on_nonfinite: OnNonFinite = "raise"
     max_nonfinite: int = 10  # skip and rewind give up after this many
+    wandb_project: str | None = None  # also log to Weights & Biases, under this project
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ MAY_CHANGE = frozenset(
         "training.checkpoint_every",
         "training.keep",
         "training.sample_every",
+        "training.wandb_project",
         "data.workers",
         "data.root",
     }

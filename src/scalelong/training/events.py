@@ -15,21 +15,24 @@ METRICS = "metrics.jsonl"
 class Events:
     """Writes one record per line, flushed at once; a record is a step and named numbers."""
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
+    def __init__(self, folder: Path, resume_step: int, wandb_project: str | None = None) -> None:
         self.path = folder / METRICS
         cut_after(self.path, resume_step)
         self._file = self.path.open("a")
         self._board = _tensorboard(folder, resume_step)
+        self._wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append a record; non-finite numbers become null, which JSON has and NaN is not."""
         record = {"step": step, "kind": kind} | {key: _jsonable(value) for key, value in values.items()}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        numbers = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
-            for key, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{key}", value, step)
+            for key, value in numbers.items():
+                self._board.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: those steps are run again."""
@@ -42,6 +45,8 @@ class Events:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
@@ -81,3 +86,13 @@ def _tensorboard(folder: Path, resume_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
+
+
+def _wandb(folder: Path, project: str) -> Any:
+    if importlib.util.find_spec("wandb") is None:
+        raise ImportError(
+            "training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]', or leave it out"
+        )
+    import wandb
+
+    return wandb.init(project=project, name=folder.name, id=folder.resolve().name, dir=str(folder), resume="allow")

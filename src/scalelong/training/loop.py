@@ -39,11 +39,12 @@ from scalelong.training.ema import Ema
 from scalelong.training.events import Events
 from scalelong.training.guard import Guard, describe
 from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder, lock_folder
-from scalelong.training.step import Stepper, StepResult, learning_rate, sample_indices
+from scalelong.training.step import Pending, Stepper, StepResult, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
 
-Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]  # (step, model with gradients) -> values to record
+# (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
+Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 
 
 class Trainer:
@@ -80,6 +81,7 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.window = Window()
+        self.unsettled: Pending | None = None  # the last step's numbers, not read yet
         self.asked_to_stop = False  # this rank got a signal
         self.stopping = False  # some rank did, and all know
 
@@ -89,7 +91,9 @@ class Trainer:
         if self.step >= self.config.training.steps:
             logger.info("%s is complete at step %d", self.folder, self.step)
             return self.folder
-        events = Events(self.folder, self.step) if self.ranks.is_main_process else None
+        events = (
+            Events(self.folder, self.step, self.config.training.wandb_project) if self.ranks.is_main_process else None
+        )
         try:
             if self.step == 0 and self.config.training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
@@ -116,29 +120,63 @@ class Trainer:
                 self._stretch(events, bar)
 
     def _stretch(self, events: Events | None, bar: Any) -> None:
-        """Steps in a row, until the end, a request to stop, or a rewind."""
+        """Steps in a row, until the end, a request to stop, or a rewind.
+
+        What a step found is read after the next one was started, so that the device never waits; the update itself is
+        left out on the device if the step is not sound.
+        """
         settings = self.config.training
         batches = self.loader.batches(self._index_batches(self.step + 1))
-        while self.step < settings.steps and not self.stopping:
+        while self.step < settings.steps:
             started = time.perf_counter()
             step = self.step + 1
-            result = self.stepper.compute(step, islice(batches, settings.accumulate), self.asked_to_stop)
-            if step in self.guard.avoid and step not in self.guard.skipped:
-                self.guard.skipped.append(step)
-            elif result.finite:
-                self.stepper.update()
-            elif self._judge(step, result) == "rewind":
+            pending = self.stepper.compute(step, islice(batches, settings.accumulate), self.asked_to_stop)
+            settled = self._settle(events, bar)
+            if not settled or self.stopping:
                 self.stepper.clear()
-                self._rewind(events, bar)
+                if settled:
+                    self._write_due(events, bar, last=True)
                 return
-            self.step = step
+            if step in self.guard.avoid:
+                self.guard.skipped.append(step)
+            else:
+                self.stepper.update(pending)
+            self.step, self.unsettled = step, pending
             self.ema.update(self.model, step)
-            observed = [values for observer in self.observers if (values := observer(step, self.model))]
-            self.stepper.clear()
-            self.window.add(result)
             self.seconds += time.perf_counter() - started
-            self.stopping = result.stop
-            self._report(events, bar, observed)
+            self._observe(events)
+            self.stepper.clear()
+            bar.update(1)
+            if self._is_due():
+                if not self._settle(events, bar):
+                    return
+                self._write_due(events, bar, last=step == settings.steps or self.stopping)
+                if self.stopping:
+                    return
+
+    def _is_due(self) -> bool:
+        """Whether something is written after this step, so that its numbers are needed now."""
+        settings = self.config.training
+        every = (settings.log_every, settings.checkpoint_every, settings.sample_every or settings.steps)
+        return self.step == settings.steps or any(self.step % interval == 0 for interval in every)
+
+    def _settle(self, events: Events | None, bar: Any) -> bool:
+        """Read what the last step found; False if the run was rewound."""
+        if self.unsettled is None:
+            return True
+        result, self.unsettled = self.unsettled.read(self.ranks.num_processes), None
+        self.window.add(result)
+        self.stopping = result.stop
+        if self.step in self.guard.avoid or result.finite or self._judge(self.step, result) == "skip":
+            return True
+        self._rewind(events, bar)
+        return False
+
+    def _observe(self, events: Events | None) -> None:
+        for observer in self.observers:
+            values = observer(self.step, self.model)
+            if values and events is not None:
+                events.write(self.step, getattr(observer, "kind", "probe"), values)
 
     def _rewind(self, events: Events | None, bar: Any) -> None:
         """Back to the newest checkpoint; the step that went wrong is left out when it comes again."""
@@ -153,14 +191,9 @@ class Trainer:
         logger.warning("%s; policy: %s", sentence, verdict)
         return verdict
 
-    def _report(self, events: Events | None, bar: Any, observed: list[Mapping[str, Any]]) -> None:
-        """What is due after this step: records, a checkpoint, a grid of samples."""
+    def _write_due(self, events: Events | None, bar: Any, last: bool) -> None:
+        """What is due after this step, or at the end: a record, a grid of samples, a checkpoint."""
         settings, step = self.config.training, self.step
-        last = step == settings.steps or self.stopping
-        bar.update(1)
-        if events is not None:
-            for values in observed:
-                events.write(step, "probe", values)
         if step % settings.log_every == 0 or last:
             record = self._record()
             bar.set_postfix(loss=f"{record['loss']:.4f}", img_s=f"{record['images_per_second']:.0f}")
@@ -318,13 +351,18 @@ def checkpoint_bytes(model: nn.Module) -> int:
 def environment(device: torch.device, ranks: int) -> dict[str, Any]:
     """What a reader of the run wants to know of where it ran."""
     return {
-        "command": shlex.join(sys.argv),
+        "command": shlex.join([_program(sys.argv[0]), *sys.argv[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "ranks": ranks,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def _program(path: str) -> str:
+    """What a person would type: `python -m scalelong.cli.main` puts its file's path there."""
+    return "scalelong" if Path(path).parts[-3:] == ("scalelong", "cli", "main.py") else Path(path).name
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:

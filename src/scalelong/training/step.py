@@ -21,7 +21,7 @@ from scalelong.training.guard import Suspects, find_suspects
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step found; the update is done by `Stepper.update` once it is known to be sound."""
+    """What one step found."""
 
     loss: float
     gradient_norm: float
@@ -32,6 +32,29 @@ class StepResult:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.overflow)
+
+
+class Pending:
+    """A step's numbers on their way from the device: reading them waits for the device, so it is done a step later."""
+
+    def __init__(self, values: Tensor, scaled: bool, losses: Tensor, index: Tensor, t: Tensor) -> None:
+        self.values, self.scaled = values, scaled
+        self._samples = (losses, index, t)
+        self.sound = torch.isfinite(values).all()  # on the device: decides there whether the update happens
+        self._host = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self, world_size: int) -> StepResult:
+        """Wait for the numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, stops, gradient_norm = self._host.tolist()
+        overflow = self.scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
+        sound = math.isfinite(loss) and (math.isfinite(gradient_norm) or overflow)
+        suspects = [] if sound else _gather(find_suspects(*self._samples), world_size)
+        return StepResult(loss, gradient_norm, stops > 0, overflow, suspects)
 
 
 class Stepper:
@@ -61,8 +84,8 @@ class Stepper:
             self.wrapped = torch.compile(self.wrapped, mode=mode)
         self.net = as_network(self.wrapped)
 
-    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool) -> StepResult:
-        """Gradients of step `step` (from 1) over all ranks' micro-batches, and whether they are sound."""
+    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool) -> Pending:
+        """Gradients of step `step` (from 1) over all ranks' micro-batches."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         parts = self.config.training.accumulate
@@ -79,36 +102,32 @@ class Stepper:
             losses.append(loss.detach())
             indices.append(batch.index)
             times.append(t)
-        return self._result(torch.cat(losses), torch.cat(indices), torch.cat(times), stop)
+        return self._pending(torch.cat(losses), torch.cat(indices), torch.cat(times), stop)
 
-    def update(self) -> None:
-        """Apply the gradients that `compute` found."""
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    def update(self, pending: Pending) -> None:
+        """Apply the gradients that `compute` found, unless they are not finite; no waiting for the device."""
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self.device.type == "cuda":
+            self.optimizer.found_inf = (~pending.sound).float()  # type: ignore[attr-defined]  # fused AdamW reads it
+            self.optimizer.step()
+        elif pending.sound:
+            self.optimizer.step()
 
     def clear(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _result(self, losses: Tensor, index: Tensor, t: Tensor, stop: bool) -> StepResult:
+    def _pending(self, losses: Tensor, index: Tensor, t: Tensor, stop: bool) -> Pending:
         self.scaler.unscale_(self.optimizer)
         limit = self.config.optimizer.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        shared = torch.stack([losses.mean() / self.world_size, losses.new_tensor(float(stop))])
+        stops = torch.full((), float(stop), device=self.device)
+        shared = torch.stack([losses.mean() / self.world_size, stops])
         if self.world_size > 1:
             dist.all_reduce(shared)
-        loss, stops, gradient_norm = torch.cat([shared, norm.reshape(1)]).tolist()
-        overflow = self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(gradient_norm)
-        sound = math.isfinite(loss) and (math.isfinite(gradient_norm) or overflow)
-        suspects = [] if sound else self._gather(find_suspects(losses, index, t))
-        return StepResult(loss, gradient_norm, stops > 0, overflow, suspects)
-
-    def _gather(self, mine: Suspects) -> list[Suspects]:
-        if self.world_size == 1:
-            return [mine]
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        return Pending(torch.cat([shared, norm.reshape(1)]), self.scaler.is_enabled(), losses, index, t)
 
     def _sync_only_at(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """DDP averages gradients once per step, at the last micro-batch."""
@@ -118,6 +137,14 @@ class Stepper:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self.precision != torch.float32
         return torch.autocast(self.device.type, dtype=self.precision, enabled=enabled)
+
+
+def _gather(mine: Suspects, world_size: int) -> list[Suspects]:
+    if world_size == 1:
+        return [mine]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

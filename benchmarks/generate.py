@@ -1,0 +1,72 @@
+"""How long an evaluation takes on this machine: drawing images with U-ViT-S/2, and the Inception's features of them.
+
+python benchmarks/generate.py --num 10000 --out benchmarks/results/generate.json
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from scalelong.backbones import UViT, as_network
+from scalelong.diffusion import VPSDE, Objective
+from scalelong.evaluation import InceptionFeatures, generate
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    num: int = 10_000
+    steps: int = 50
+    batch_sizes: tuple[int, ...] = (1000, 2000)
+    precision: str = "bf16"
+    weights: str | None = None  # the Inception's file; default: fetched
+    out: str = ""
+
+
+def main() -> None:
+    command = tyro.cli(Benchmark, description=__doc__)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    model = UViT.from_preset("cifar10-s2").to(device).eval().requires_grad_(False)
+    with torch.no_grad():
+        model.final_layer.weight.mul_(0.1)  # untrained weights: keep the images finite
+    rows, images = [], torch.empty(0)
+    for what, net in (("eager", model), ("compiled", torch.compile(model))):
+        for batch_size in command.batch_sizes:
+            options = {
+                "shape": (3, 32, 32), "sampler": "dpm++2m", "batch_size": batch_size, "clip": True,
+                "precision": command.precision, "device": device, "progress": False,
+            }  # fmt: skip
+            generate(Objective(VPSDE()), as_network(net), num_images=batch_size, steps=2, **options)  # warm up
+            started = time.perf_counter()
+            images = generate(
+                Objective(VPSDE()), as_network(net), num_images=command.num, steps=command.steps, **options
+            )
+            rows.append({"what": f"{what}, batch {batch_size}", "seconds": time.perf_counter() - started})
+            print(rows[-1], flush=True)
+    for precision in ("fp32", "tf32"):
+        inception = InceptionFeatures(device, command.weights, precision=precision)
+        inception(images[:1000])
+        started = time.perf_counter()
+        inception(images)
+        rows.append({"what": f"Inception, {precision}", "seconds": time.perf_counter() - started})
+        print(rows[-1], flush=True)
+    if command.out:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        found = {
+            "device": name,
+            "torch": torch.__version__,
+            "images": command.num,
+            "steps": command.steps,
+            "rows": rows,
+        }
+        Path(command.out).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
