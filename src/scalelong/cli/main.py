@@ -16,6 +16,8 @@ VERBS = {
     "report": "show runs in one HTML file",
     "evaluate": "measure a trained run (FID) against its data",
     "data": "fetch and check data sets",
+    "kappa": "which kappa, from the data, the noise and the number of skips",
+    "theory": "check the paper's theorems by numbers",
 }
 
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)

@@ -1,0 +1,126 @@
+"""recommend_kappa: the interval from the data, its inversion for CS, clamps and refusals."""
+
+import numpy as np
+import pytest
+import torch
+
+from scalelong.cli.kappa import count_skips
+from scalelong.data import MemorySource, load_source
+from scalelong.diffusion import DDPM, EDM, VPSDE
+from scalelong.stability import Recommendation, recommend_kappa
+from scalelong.stability.kappa import kappa_for_sum, sum_of_squares
+from scalelong.training import get_preset
+
+
+def images(level: float, count: int = 50) -> torch.Tensor:
+    """Images of +level and -level: ||x_0||^2 = level^2 m exactly."""
+    signs = torch.randint(0, 2, (count, 1, 16, 16), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return level * signs.float()
+
+
+def recommend(data: object, num_skips: int = 6, **options: object) -> Recommendation:
+    return recommend_kappa(data, VPSDE(), num_skips, **{"samples": 500, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_skips", [2, 6, 20])
+@pytest.mark.parametrize("kappa", [0.05, 0.5, 0.7, 0.99])
+def test_bisection_inverts_the_sum(num_skips: int, kappa: float) -> None:
+    assert kappa_for_sum(sum_of_squares(kappa, num_skips), num_skips) == pytest.approx(kappa, abs=1e-9)
+
+
+def test_sums_out_of_reach_are_clamped() -> None:
+    assert sum_of_squares(0.5, 3) == pytest.approx(1 + 0.25 + 0.0625)
+    assert (kappa_for_sum(0.8, 6), kappa_for_sum(1.0, 6)) == (0.0, 0.0)
+    assert (kappa_for_sum(6.0, 6), kappa_for_sum(9.0, 6)) == (1.0, 1.0)
+    assert kappa_for_sum(1.22, 6) == pytest.approx(0.4244, abs=2e-3)
+
+
+def test_ratio_is_that_of_the_formula() -> None:
+    """With ||x_0||^2 = v m the ratio is near 1 / (1 - (1 - v) abar): its mean, and at most 1 / v."""
+    found = recommend(images(0.5), samples=4000)
+    t = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    expected = float((1 / (1 - 0.75 * VPSDE().marginal(t)[0].square())).mean())
+    assert found.mean_ratio == pytest.approx(expected, rel=0.05)
+    assert 3 < found.tail_ratio < 5
+    assert found.ratios == tuple(sorted(found.ratios))
+    assert len(found.ratios) == found.samples == 4000
+
+
+def test_recommendation_lies_in_its_interval_and_means_what_it_says() -> None:
+    found = recommend(images(0.5))
+    low, high = found.kappa_interval
+    assert low < found.kappa < high
+    assert sum_of_squares(low, 6) == pytest.approx(found.mean_ratio, abs=1e-6)
+    assert sum_of_squares(high, 6) == pytest.approx(found.tail_ratio, abs=1e-6)
+    assert sum_of_squares(found.kappa, 6) ** 2 == pytest.approx(found.mean_ratio * found.tail_ratio, rel=1e-6)
+    assert found.warnings == ()
+    assert "N = 6" in found.reasoning
+
+
+def test_more_skips_mean_a_smaller_kappa() -> None:
+    assert recommend(images(0.5), 12).kappa < recommend(images(0.5), 4).kappa
+
+
+def test_same_arguments_same_answer_whatever_the_form_of_the_data() -> None:
+    pixels = torch.randint(0, 256, (40, 3, 8, 8), generator=torch.Generator().manual_seed(1)).byte()
+    as_source, as_tensor = recommend(MemorySource("mine", pixels)), recommend(pixels)
+    as_array, as_float = recommend(pixels.numpy()), recommend(pixels.numpy().astype(np.float32) / 127.5 - 1)
+    assert as_source == as_tensor == as_array
+    assert as_float.kappa == pytest.approx(as_source.kappa, rel=1e-5)
+    assert recommend(pixels, seed=1) != as_source
+    torch.manual_seed(123)
+    assert recommend(pixels) == as_source
+
+
+def test_few_skips_and_small_ratios_are_clamped_and_said() -> None:
+    low = recommend(images(0.2), 2)
+    assert low.kappa_interval[1] == 1.0
+    assert "above N = 2" in low.warnings[0]
+    large = recommend(images(0.5), prediction="x0")
+    assert large.kappa_interval[0] == 0.0
+    assert large.kappa >= 0.5
+    assert "below 1" in large.warnings[0]
+    assert "does nothing" in recommend(images(0.5), 1).warnings[0]
+
+
+def test_data_outside_the_range_are_said_with_the_effect_on_the_interval() -> None:
+    found = recommend(images(0.5) * 100)
+    assert "outside [-1, 1]" in found.warnings[0]
+    assert f"{found.mean_ratio:.3f} .. {found.tail_ratio:.3f} as given" in found.warnings[1]
+    rescaled = recommend(images(1.0))  # what +-50 becomes
+    assert f"{rescaled.mean_ratio:.3f} .. {rescaled.tail_ratio:.3f} with the data scaled" in found.warnings[1]
+    assert any("no value is below 0" in warning for warning in recommend(images(0.5).abs()).warnings)
+
+
+@pytest.mark.parametrize("num_skips", [0, -3, 2.5, True])
+def test_number_of_skips_must_be_positive(num_skips: object) -> None:
+    with pytest.raises(ValueError, match="num_skips"):
+        recommend(images(0.5), num_skips)  # type: ignore[arg-type]
+
+
+def test_bad_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        recommend(images(0.5) / 0)
+    with pytest.raises(ValueError, match="needs images"):
+        recommend(torch.zeros(0, 4))
+    with pytest.raises(TypeError, match="data"):
+        recommend([1, 2, 3])
+    with pytest.raises(ValueError, match="samples"):
+        recommend(images(0.5), samples=3)
+
+
+def test_heavy_tail_is_said() -> None:
+    found = recommend_kappa(torch.zeros(10, 4), VPSDE(), 6, samples=3000)
+    assert any("1% of the samples" in warning for warning in found.warnings)
+
+
+def test_every_process_serves() -> None:
+    source = load_source("digits")
+    for process in (DDPM(), EDM()):
+        found = recommend_kappa(source, process, 6, samples=200)
+        assert 0 < found.kappa <= 1
+
+
+def test_skips_of_a_preset_are_counted_without_weights() -> None:
+    assert count_skips(get_preset("digits-demo"), (1, 8, 8)) == 6
+    assert count_skips(get_preset("fashion-mnist-unet"), (1, 28, 28)) == 9
