@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint docs clean help
+.PHONY: demo test test-slow lint docs browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -33,7 +33,11 @@ docs: $(STAMP)   ## build the site into site/
 test: lint docs  ## set everything up, lint, type-check, build the docs, run the tests
 	$(BIN)/pytest -n 2
 
-test-slow: $(STAMP)  ## compile matrix, kill-and-resume, two real ranks
+browser:         ## Debian's chromium, for the report's tests, where it is missing and can be installed
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } || \
+		echo "no chromium: the browser tests will be skipped"
+
+test-slow: $(STAMP) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow
 
 clean:           ## remove what make made

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from scalelong.training import PRESETS, get_preset, to_yaml
-from scalelong.training.config import RunConfig, differences, dotted, from_yaml
+from scalelong.training.config import RunConfig, differences, dotted
+from scalelong.training.yaml_file import from_yaml
 from tests.training.tiny import TINY, tiny
 
 

@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> None:
     print(f"\nFour U-ViTs of 12 blocks, {command.steps} steps on 1,797 real digits, same seed and data:\n")
     print(comparison_table(runs))
     report = write_report(runs, out / "report.html")
-    print(f"\nreport   {report}\ncurves   {out / 'comparison.png'}\nsamples  {out / 'samples.png'}\nruns     {out}/<method>")
+    print(
+        f"\nreport   {report}\ncurves   {out / 'comparison.png'}\nsamples  {out / 'samples.png'}\nruns     {out}/<method>"
+    )
     print(f"in all   {time.perf_counter() - started:.0f} s")
 
 
@@ -58,7 +60,7 @@ def demo_config(method: str, steps: int, seed: int) -> RunConfig:
         preset,
         scaling=dataclasses.replace(preset.scaling, method=method),
         training=dataclasses.replace(
-            preset.training, steps=steps, seed=seed, checkpoint_every=steps, sample_every=steps
+            preset.training, steps=steps, seed=seed, checkpoint_every=steps, sample_every=max(1, steps // 7)
         ),
     )
 

@@ -52,7 +52,7 @@ class Events:
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     """The records of a run in order, and the number of damaged lines that were passed over."""
     records, damaged = [], 0
-    for line in (folder / METRICS).read_text().splitlines():
+    for line in (folder / METRICS).read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
             records.append(record if isinstance(record["step"], int) else _refuse())

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
-import platform
-import shlex
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -38,7 +32,9 @@ from scalelong.training.config import RunConfig
 from scalelong.training.ema import Ema
 from scalelong.training.events import Events
 from scalelong.training.guard import Guard, describe
+from scalelong.training.record import Window, environment
 from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder, lock_folder
+from scalelong.training.signals import StopSignals
 from scalelong.training.step import Pending, Stepper, StepResult, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -97,7 +93,7 @@ class Trainer:
         try:
             if self.step == 0 and self.config.training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
-            with _StopSignals(self._ask_to_stop):
+            with StopSignals(self._ask_to_stop):
                 self._train(events)
         finally:
             if events is not None:
@@ -295,74 +291,9 @@ class Trainer:
         self.asked_to_stop = True
 
 
-class Window:
-    """Sums over the steps since the last record."""
-
-    def __init__(
-        self,
-        loss: float = 0.0,
-        gradient_norm: float = 0.0,
-        gradient_norm_max: float = 0.0,
-        count: int = 0,
-        since: float = 0.0,
-    ) -> None:
-        self.loss, self.gradient_norm, self.gradient_norm_max = loss, gradient_norm, gradient_norm_max
-        self.count, self.since = count, since
-
-    def add(self, result: StepResult) -> None:
-        """Count a step; what is not finite was reported on its own."""
-        if result.finite and not result.overflow:
-            self.loss += result.loss
-            self.gradient_norm += result.gradient_norm
-            self.gradient_norm_max = max(self.gradient_norm_max, result.gradient_norm)
-            self.count += 1
-
-    def mean(self, total: float) -> float:
-        return total / self.count if self.count else math.nan
-
-
-class _StopSignals:
-    """SIGTERM and the first Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
-
-    def __init__(self, ask: Callable[[], None]) -> None:
-        self.ask = ask
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.before[number] = signal.signal(number, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
-        self.ask()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def checkpoint_bytes(model: nn.Module) -> int:
     """Weights, average, and AdamW's two moments."""
     return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def environment(device: torch.device, ranks: int) -> dict[str, Any]:
-    """What a reader of the run wants to know of where it ran."""
-    return {
-        "command": shlex.join([_program(sys.argv[0]), *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "ranks": ranks,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
-def _program(path: str) -> str:
-    """What a person would type: `python -m scalelong.cli.main` puts its file's path there."""
-    return "scalelong" if Path(path).parts[-3:] == ("scalelong", "cli", "main.py") else Path(path).name
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:

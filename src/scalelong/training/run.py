@@ -16,7 +16,8 @@ from scalelong.data.base import Shape
 from scalelong.diffusion import Objective
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
-from scalelong.training.config import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
+from scalelong.training.config import MAY_CHANGE, RunConfig, differences
+from scalelong.training.yaml_file import from_yaml, to_yaml
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
