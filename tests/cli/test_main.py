@@ -1,0 +1,136 @@
+"""The command line: help, clear errors, and the path a user walks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scalelong.cli.main import VERBS, main
+from scalelong.training import to_yaml
+from tests.training.tiny import tiny
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A tiny trained run, made by the command."""
+    (tmp_path / "tiny.yaml").write_text(to_yaml(tiny(training_steps=4)))
+    assert main(["train", "digits-demo", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run")]) == 0
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_help_with_an_example(verb: str, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert f"scalelong {verb}" in printed
+    assert "Example:" in printed
+
+
+def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(verb in listed for verb in VERBS)
+    assert main(["trian"]) == 2
+    assert "unknown verb 'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "preset: say which to train, one of digits-demo"),
+        (["train", "digit-demo"], "did you mean 'digits-demo'?"),
+        (["train", "digits-demo", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
+        (["train", "digits-demo", "--training.precision", "fp16"], "training.precision: fp16 needs a GPU"),
+        (["train", "digits-demo", "--data.name", "digit"], "did you mean 'digits'?"),
+        (["sample", "nowhere"], "nowhere: is no run"),
+        (["evaluate", "nowhere"], "nowhere: is no run"),
+        (["data", "check", "cifar-10"], "did you mean 'cifar10'?"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert message in printed
+    assert "Traceback" not in printed
+    assert not list(tmp_path.iterdir()), "something was left behind"
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path, capsys) -> None:
+    (tmp_path / "mine.yaml").write_text("training: {steps: 5, batch_size: 16}\n")
+    arguments = [
+        "train",
+        "digits-demo",
+        "--config",
+        str(tmp_path / "mine.yaml"),
+        "--training.batch-size",
+        "4",
+        "--dry-run",
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "  steps: 5\n" in printed
+    assert "  batch_size: 4\n" in printed
+    assert "  ema_decay: 0.99\n" in printed
+    assert "parameters  698,638" in printed
+    assert "memory" in printed
+    assert "time" in printed
+
+
+def test_train_again_resumes_and_goes_on(run, capsys) -> None:
+    yaml = str(run.parent / "tiny.yaml")
+    assert main(["train", "digits-demo", "--config", yaml, "--out", str(run), "--training.steps", "6"]) == 0
+    assert "trained at step 6" in capsys.readouterr().out
+
+
+def test_the_same_images_at_any_batch_size(run, capsys) -> None:
+    for batch_size in ("3", "8"):
+        arguments = ["sample", str(run), "--num", "8", "--batch-size", batch_size, "--out", str(run / batch_size)]
+        assert main(arguments) == 0
+    three, eight = (np.load(run / f"{size}.npz")["images"] for size in ("3", "8"))
+    assert three.shape == (8, 8, 8, 1)
+    assert np.abs(three.astype(int) - eight.astype(int)).max() <= 1
+    assert main(["sample", str(run), "--num", "2", "--first", "4", "--out", str(run / "later")]) == 0
+    later = np.load(run / "later.npz")["images"]
+    assert np.abs(later.astype(int) - eight[4:6].astype(int)).max() <= 1
+    assert Image.open(run / "8.png").width > 100
+
+
+def test_an_evaluation_is_printed_and_recorded(run, capsys) -> None:
+    arguments = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "96", "--seeds", "0", "1"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("FD(random-conv-64-seed0) = ") == 2
+    assert "FID" not in printed
+    assert "over 2 seeds: mean" in printed
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["kind"] == "evaluation"]
+    assert [record["sample_seed"] for record in found] == [0, 1]
+    assert all(record["step"] == 4 and record["n"] == 96 for record in found)
+
+
+def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
+    (tmp_path / "tiny.yaml").write_text(to_yaml(tiny(training_steps=4)))
+    arguments = ["train", "digits-demo", "--config", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run")]
+    arguments += ["--probe-every", "2", "--evaluate-every", "4", "--evaluate-samples", "70"]
+    assert main([*arguments, "--evaluate-extractor", "random-conv"]) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "probe"] == [2, 4]
+    assert [(r["step"], r["metric"]) for r in records if r["kind"] == "evaluation"] == [(4, "FD(random-conv-64-seed0)")]
+
+
+def test_data_is_checked(capsys, tmp_path) -> None:
+    assert main(["data", "check", "digits"]) == 0
+    assert "digits: 1,797 images of 1 x 8 x 8, no problem found" in capsys.readouterr().out
+    Image.new("RGB", (8, 8)).save(tmp_path / "good.png")
+    (tmp_path / "bad.png").write_bytes(b"not an image")
+    with pytest.raises(SystemExit, match="1 problem"):
+        main(["data", "check", str(tmp_path)])
+    assert "bad.png" in capsys.readouterr().out
