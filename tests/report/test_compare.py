@@ -88,7 +88,7 @@ def test_the_losses_of_single_seeds_are_paired_step_by_step(tmp_path: Path) -> N
 
 
 def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", evaluations=[(40, 9.0)])
+    write_run(tmp_path / "a", evaluations=[(20, 9.5), (40, 9.0)])
     write_run(tmp_path / "b", "cs", diffusion_prediction="x0", evaluations=[(40, 8.0)])
     comparison = compare(tmp_path)
     assert (comparison.same_data, comparison.same_loss) == (True, False)
@@ -99,6 +99,14 @@ def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
     assert not comparison.same_data
     assert comparison.loss_race() is None
     assert comparison.metric_race(comparison.metrics[0]) is None
+
+
+def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(40, 20.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(40, 15.0)])
+    comparison = compare(tmp_path)
+    assert comparison.metric_race(comparison.metrics[0]) is None
+    assert comparison.metric_race(comparison.metrics[0], 18.0) is not None
 
 
 def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:

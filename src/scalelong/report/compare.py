@@ -145,6 +145,8 @@ class Comparison:
         if not self.same_data or not measured:
             return None
         curves = [[quality_series(run, metric) for run in group.runs] for group in measured]
+        if target is None and all(len(steps) < 2 for curve in curves for steps, *_ in curve):
+            return None  # measured once: when it was reached is not known
         goal = max(values[-1] for group in curves for _, values in group if values) if target is None else target
         arrivals = [
             _arrivals(group, [first_at_most(*curve, goal) for curve in own])
