@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from scalelong.cli.main import VERBS, main
-from scalelong.training import to_yaml
+from scalelong.training import load_run, to_yaml
 from tests.training.tiny import tiny
 
 
@@ -134,3 +137,23 @@ def test_data_is_checked(capsys, tmp_path) -> None:
     with pytest.raises(SystemExit, match="1 problem"):
         main(["data", "check", str(tmp_path)])
     assert "bad.png" in capsys.readouterr().out
+
+
+def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monkeypatch) -> None:
+    main(["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "96"])
+    out = tmp_path / "exported"
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md", "config.yaml", "model.safetensors", "scalelong.json",
+    ]  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert "- **Data**: `digits`" in card
+    assert "ls (shared = True" in card
+    assert "4 steps at batch 8, seed 0" in card
+    assert "FD(random-conv-64-seed0) = " in card
+    assert "96 images of seed 0, ddim with 2 steps" in card
+    monkeypatch.chdir(out)
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], names)
+    expected = load_run(run).model.state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in names["model"].state_dict().items())

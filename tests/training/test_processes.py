@@ -151,3 +151,37 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path) -> None:
     kill_all(first)
     assert second.returncode == 1
     assert "another process is training into" in output
+
+
+POISONED_RANK = """
+import sys
+from scalelong.training import NonFiniteError, Trainer, from_yaml
+
+trainer = Trainer(from_yaml(sys.argv[1]), sys.argv[2])
+
+def poison(_module, _args, output):
+    if trainer.step == 2 and trainer.ranks.process_index == 1:
+        output = output.clone()
+        output[1] = float("nan")
+    return output
+
+trainer.model.register_forward_hook(poison)
+try:
+    trainer.run()
+except NonFiniteError as error:
+    print(f"rank {trainer.ranks.process_index} stopped: {error}", flush=True)
+"""
+
+
+def test_a_bad_sample_on_one_rank_stops_both_and_is_named_by_both(tmp_path) -> None:
+    """Step 3 covers samples 16 to 23; rank 1 has the last four, the second of which is made NaN."""
+    (tmp_path / "poisoned.py").write_text(POISONED_RANK)
+    (tmp_path / "run.yaml").write_text(to_yaml(tiny(training_log_every=5)))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, tmp_path / "poisoned.py", tmp_path / "run.yaml", tmp_path / "run"],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    for rank in (0, 1):
+        assert f"rank {rank} stopped: step 3: the loss is not finite" in done.stdout
+    assert done.stdout.count("samples [21] at t = ") == 2

@@ -15,6 +15,7 @@ VERBS = {
     "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
     "report": "show runs in one HTML file",
     "evaluate": "measure a trained run (FID) against its data",
+    "export": "take a model out of a run, with a model card",
     "data": "fetch and check data sets",
     "kappa": "which kappa, from the data, the noise and the number of skips",
     "theory": "check the paper's theorems by numbers",

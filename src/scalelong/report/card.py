@@ -1,0 +1,48 @@
+"""A model card: what a model was trained on, how, and how it was measured, from what the run wrote."""
+
+from __future__ import annotations
+
+from scalelong.report.series import Record, RunSeries
+
+
+def model_card(run: RunSeries, step: int, weights: str, shape: tuple[int, int, int]) -> str:
+    """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
+    config = run.config
+    scaling = ", ".join(f"{key} = {value}" for key, value in config.scaling.options().items() if key != "allow_amplify")
+    prediction = config.diffusion.prediction or "the process's default target"
+    lines = [
+        f"# {config.model.backbone} trained on {config.data.name}",
+        "",
+        f"- **Data**: `{config.data.name}`, split {config.data.split}, flips {'on' if config.data.flip else 'off'}",
+        f"- **Long skips**: {config.scaling.method}" + (f" ({scaling})" if scaling else "") + _kappa(run),
+        f"- **Training**: {step:,} steps at batch {config.training.batch_size}, seed {run.seed}, rate {config.optimizer.lr:g}",
+        f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
+        f"- **Weights**: {'averaged (EMA)' if weights == 'ema' else 'as trained'}",
+        f"- **Trained on**: {run.start[-1].get('device', 'unknown') if run.start else 'unknown'}",
+        "",
+        "## Quality",
+        "",
+    ]
+    measured = [record for record in run.evaluation if record["step"] == step]
+    lines += [_quality(record) for record in measured] or ["Not measured at this step."]
+    lines += ["", "## How to load", "", "```python", _LOADING.format(shape=shape), "```", ""]
+    return "\n".join(lines)
+
+
+_LOADING = """import scalelong
+from scalelong.training import from_yaml
+from scalelong.training.build import build_model
+
+model = build_model(from_yaml("config.yaml"), {shape})
+scalelong.load(model, ".")"""
+
+
+def _kappa(run: RunSeries) -> str:
+    values = run.train[-1].get("kappa")
+    return f"; kappa_i, outermost first: {', '.join(f'{value:.3g}' for value in values)}" if values else ""
+
+
+def _quality(record: Record) -> str:
+    drawn = f"{record['n']:,} images of seed {record.get('sample_seed', '?')}"
+    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps"
+    return f"- {record['metric']} = {record['value']:.3f} ({drawn}, {how}, extractor {record['extractor']})"
