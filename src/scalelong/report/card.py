@@ -15,7 +15,7 @@ def model_card(run: RunSeries, step: int, weights: str, shape: tuple[int, int, i
         "",
         f"- **Data**: `{config.data.name}`, split {config.data.split}, flips {'on' if config.data.flip else 'off'}",
         f"- **Long skips**: {config.scaling.method}" + (f" ({scaling})" if scaling else "") + _kappa(run),
-        f"- **Training**: {step:,} steps at batch {config.training.batch_size}, seed {run.seed}, rate {config.optimizer.lr:g}",
+        f"- **Training**: {step:,} steps at batch {config.training.batch_size}, seed {run.seed}",
         f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
         f"- **Weights**: {'averaged (EMA)' if weights == 'ema' else 'as trained'}",
         f"- **Trained on**: {run.start[-1].get('device', 'unknown') if run.start else 'unknown'}",
