@@ -1,6 +1,6 @@
 """Train none, rsqrt2, cs and ls from the same seed on embedded digits, and compare them: about three minutes on two cores.
 
-Example: scalelong demo --out runs/demo --steps 700
+Example: scalelong demo --out runs/demo --steps 600
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Demo:
     """What is on the command line."""
 
     out: str = "runs/demo"  # folder of the four runs and the pictures; the same command again resumes
-    steps: int = 700
+    steps: int = 600
     seed: int = 0
 
 

@@ -33,7 +33,7 @@ PRESETS: Mapping[str, RunConfig] = {
         diffusion=DiffusionSettings("vp", "x0"),  # digits can be recognised after a few hundred steps
         optimizer=OptimizerSettings(lr=3e-3, betas=(0.9, 0.99), warmup_steps=50),
         training=TrainingSettings(
-            steps=700, batch_size=32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100
+            steps=600, batch_size=32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100
         ),
         sampling=SamplingSettings("dpm++2m", steps=25),
     ),
