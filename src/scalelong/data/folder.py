@@ -11,14 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import Source, update_with_annotations
+from scalelong.data.base import update_with_annotations
 from scalelong.data.errors import DataError
-from scalelong.data.images import EXTENSIONS, fit, open_rgb, to_tensor
+from scalelong.data.images import EXTENSIONS, open_rgb
+from scalelong.data.pictures import PictureSource
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 
 
-class FolderSource(Source):
+class FolderSource(PictureSource):
     """Files are read when they are asked for: decoded, cropped to the centre square, resized, RGB."""
 
     def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
@@ -31,31 +32,16 @@ class FolderSource(Source):
         self.class_names = _classes(self.files, self.folder)
         self.num_classes = len(self.class_names)
         self.labels = _labels(self.files, self.class_names)
-        if image_size is None:
-            width, height = self.open(0).size
-            self.shape = (3, height, width)
-        else:
-            self.shape = (3, image_size, image_size)
+        self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, item: int) -> Tensor:
-        image = self.open(item)
-        if self.image_size is not None:
-            return to_tensor(fit(image, self.image_size))
-        _, height, width = self.shape
-        if image.size != (width, height):
-            raise DataError(
-                f"{self.folder / self.files[item]}: {image.size[0]} x {image.size[1]} pixels, but the first image has "
-                f"{width} x {height}; set data.image_size to crop and resize all of them"
-            )
-        return to_tensor(image)
+    def where(self, item: int) -> str:
+        return str(self.folder / self.files[item])
 
     def open(self, item: int) -> Image.Image:
-        """One whole image, before cropping."""
-        path = self.folder / self.files[item]
-        return open_rgb(path, str(path))
+        return open_rgb(self.folder / self.files[item], self.where(item))
 
     def _digest(self) -> str:
         """Over the manifest: the shape, and each file's name and size."""

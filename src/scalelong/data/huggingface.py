@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import Source, checked_labels, update_with_annotations
+from scalelong.data.base import checked_labels, update_with_annotations
 from scalelong.data.errors import DataError
 from scalelong.data.folder import SPLIT_NAMES
-from scalelong.data.images import fit, open_rgb, to_tensor
+from scalelong.data.images import open_rgb
+from scalelong.data.pictures import PictureSource
 
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "category")
@@ -22,7 +23,7 @@ _CAPTION_NAMES = ("caption", "captions", "text", "prompt", "sentence", "sentence
 _SAMPLED_ROWS = 64  # rows whose pixels enter the fingerprint
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(PictureSource):
     """Rows are decoded when they are asked for, with the same crop and resize as files."""
 
     def __init__(
@@ -38,31 +39,16 @@ class HuggingFaceSource(Source):
         self.labels, self.class_names = _labels(rows, self.name)
         self.num_classes = len(self.class_names)
         self.captions = _captions(rows, self._column)
-        if image_size is None:
-            width, height = self.open(0).size
-            self.shape = (3, height, width)
-        else:
-            self.shape = (3, image_size, image_size)
+        self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, item: int) -> Tensor:
-        image = self.open(item)
-        if self.image_size is not None:
-            return to_tensor(fit(image, self.image_size))
-        _, height, width = self.shape
-        if image.size != (width, height):
-            raise DataError(
-                f"{self.name} row {item}: {image.size[0]} x {image.size[1]} pixels, but the first row has "
-                f"{width} x {height}; set data.image_size to crop and resize all of them"
-            )
-        return to_tensor(image)
+    def where(self, item: int) -> str:
+        return f"{self.name} row {item}"
 
     def open(self, item: int) -> Image.Image:
-        """One whole image, before cropping."""
-        where = f"{self.name} row {item}"
-        cell = self._cell(item)
+        where, cell = self.where(item), self._cell(item)
         if cell is None:
             raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
         if cell.get("bytes") is not None:

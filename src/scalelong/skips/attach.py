@@ -130,7 +130,7 @@ def apply(
     attach(model, skips, scaling)
     if call is not None and (detected or placement != "before") and not is_meta(model):
         _verify_or_undo(model, call)
-    _write_config(model, config, len(skips), placement)
+    write_config(model, config, len(skips), placement)
     return Handle(model, skips, config)
 
 
@@ -165,7 +165,7 @@ def remove(model: nn.Module) -> None:
     """Take a scaling off: afterwards the model, its state dict and its config are as before `apply`."""
     scaling_of(model)
     detach(model)
-    _write_config(model, None, 0)
+    write_config(model, None)
 
 
 def coefficients(model: nn.Module) -> list[float]:
@@ -185,7 +185,7 @@ def _match_device_and_dtype(scaling: Scaling, model: nn.Module) -> None:
         scaling.to(device=reference.device, dtype=reference.dtype)
 
 
-def _write_config(model: Any, config: ScalingConfig | None, num_skips: int, placement: Placement = "before") -> None:
+def write_config(model: Any, config: ScalingConfig | None, num_skips: int = 0, placement: Placement = "before") -> None:
     """Write the scaling into a diffusers model's config, which `save_pretrained` stores, or take it out again."""
     if not hasattr(model, "register_to_config"):
         return

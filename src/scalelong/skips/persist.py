@@ -16,7 +16,16 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from scalelong.scaling import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, Placement, apply, describe, find_skips, placement_of, remove
+from scalelong.skips.attach import (
+    CONFIG_KEY,
+    Placement,
+    apply,
+    describe,
+    find_skips,
+    placement_of,
+    remove,
+    write_config,
+)
 from scalelong.skips.example import as_call
 from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
@@ -67,7 +76,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Mod
     scaling = _read_scaling(stored, str(source / "config.json"))
     with _quiet_diffusers():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    _drop_stale_entry(model)
+    write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
     gates = _read_gates(source)
     with _scaled_as(model, scaling):
         scaling_of(model).load_state_dict(gates)
@@ -132,12 +141,6 @@ def _local_folder(folder: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
-
-
-def _drop_stale_entry(model: Any) -> None:
-    """diffusers keeps unknown entries of config.json in some versions: `apply` writes its own."""
-    entries = model._internal_dict
-    model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})
 
 
 def _read_gates(folder: Path) -> dict[str, Tensor]:

@@ -1,0 +1,43 @@
+"""Sources whose images are decoded one by one, when they are asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from PIL import Image
+from torch import Tensor
+
+from scalelong.data.base import Shape, Source
+from scalelong.data.errors import DataError
+from scalelong.data.images import fit, to_tensor
+
+
+class PictureSource(Source):
+    """With an image size, every picture is cropped to the centre square and resized; without, all must be of one size."""
+
+    image_size: int | None
+
+    @abstractmethod
+    def open(self, item: int) -> Image.Image:
+        """One whole RGB image, before cropping."""
+
+    @abstractmethod
+    def where(self, item: int) -> str:
+        """What an error calls this item."""
+
+    def common_shape(self) -> Shape:
+        """(3, H, W) of every image: as asked for, or as the first one has it."""
+        width, height = (self.image_size, self.image_size) if self.image_size is not None else self.open(0).size
+        return (3, height, width)
+
+    def read(self, item: int) -> Tensor:
+        image = self.open(item)
+        if self.image_size is not None:
+            return to_tensor(fit(image, self.image_size))
+        _, height, width = self.shape
+        if image.size != (width, height):
+            raise DataError(
+                f"{self.where(item)}: {image.size[0]} x {image.size[1]} pixels, but the first one has "
+                f"{width} x {height}; set data.image_size to crop and resize all of them"
+            )
+        return to_tensor(image)
