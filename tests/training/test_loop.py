@@ -60,7 +60,8 @@ def test_a_run_writes_what_it_should(tmp_path) -> None:
     assert damaged == 0
     assert records[0]["kind"] == "start"
     assert records[0]["command"] == shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    last = records[-1]
+    assert [record["step"] for record in records if record["kind"] == "checkpoint"] == [4, 6]
+    last = [record for record in records if record["kind"] == "train"][-1]
     assert last["step"] == 6
     assert last.keys() >= {"loss", "gradient_norm", "lr", "images_per_second", "seconds", "skipped", "kappa"}
 
@@ -86,6 +87,23 @@ def test_the_same_command_on_a_finished_run_changes_nothing(tmp_path) -> None:
     before = (folder / "metrics.jsonl").read_text()
     train(tiny(training_steps=4), tmp_path / "run")
     assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_missing_checkpoints_are_no_reason_to_start_afresh(tmp_path) -> None:
+    folder = train(tiny(training_steps=6), tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_text()
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(CheckpointError, match="wrote checkpoints up to step 6, but none is there"):
+        train(tiny(training_steps=6), tmp_path / "run")
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path) -> None:
+    trainer = Trainer(tiny(), tmp_path / "run")
+    Poison(trainer, step=3)
+    with pytest.raises(NonFiniteError):
+        trainer.run()
+    assert_same_run(train(tiny(), tmp_path / "run"), train(tiny(), tmp_path / "whole"))
 
 
 def test_a_stream_gives_the_same_run_as_a_resident_set(tmp_path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+CHECKPOINT_KIND = "checkpoint"  # the record that a checkpoint was written at this step
 
 
 class Events:

@@ -30,10 +30,10 @@ from scalelong.training.checkpoint import (
 )
 from scalelong.training.config import RunConfig
 from scalelong.training.ema import Ema
-from scalelong.training.events import Events
+from scalelong.training.events import CHECKPOINT_KIND, Events
 from scalelong.training.guard import Guard, describe
 from scalelong.training.record import Window, environment
-from scalelong.training.run import CHECKPOINTS, SAMPLES, claim_folder, lock_folder
+from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder, lock_folder
 from scalelong.training.signals import StopSignals
 from scalelong.training.step import Pending, Stepper, StepResult, learning_rate, sample_indices
 
@@ -92,7 +92,7 @@ class Trainer:
         )
         try:
             if self.step == 0 and self.config.training.on_nonfinite == "rewind":
-                self._save()  # something to rewind to
+                self._save(events)  # something to rewind to
             with StopSignals(self._ask_to_stop):
                 self._train(events)
         finally:
@@ -198,7 +198,7 @@ class Trainer:
         if settings.sample_every and (step % settings.sample_every == 0 or last) and self.ranks.is_main_process:
             self._draw_samples()
         if step % settings.checkpoint_every == 0 or last:
-            self._save()
+            self._save(events)
 
     def _record(self) -> dict[str, Any]:
         window, self.window = self.window, Window(since=self.seconds)
@@ -238,8 +238,8 @@ class Trainer:
     def _parameter_names(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
 
-    def _save(self) -> None:
-        if self.ranks.is_main_process:
+    def _save(self, events: Events | None) -> None:
+        if events is not None:  # the main process
             tensors = {
                 "model": self.model.state_dict(),
                 "ema": self.ema.model.state_dict(),
@@ -254,6 +254,7 @@ class Trainer:
                     f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact, "
                     "run the same command again once there is space"
                 ) from error
+            events.write(self.step, CHECKPOINT_KIND, {})
         self.ranks.wait_for_everyone()
 
     def _state(self) -> dict[str, Any]:
@@ -271,6 +272,7 @@ class Trainer:
         """Go on from the newest whole checkpoint, or stay at step 0 if there never was one."""
         newest = load_newest(self.folder / CHECKPOINTS)
         if newest is None:
+            check_never_saved(self.folder)
             return
         path, checkpoint = newest
         if checkpoint.state["data"] != self.source.fingerprint:

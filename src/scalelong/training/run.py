@@ -17,6 +17,7 @@ from scalelong.diffusion import Objective
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
 from scalelong.training.config import MAY_CHANGE, RunConfig, differences
+from scalelong.training.events import CHECKPOINT_KIND, METRICS, read_events
 from scalelong.training.yaml_file import from_yaml, to_yaml
 
 CONFIG = "config.yaml"
@@ -62,6 +63,18 @@ def lock_folder(folder: Path) -> IO[str]:
         handle.close()
         raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
     return handle
+
+
+def check_never_saved(folder: Path) -> None:
+    """A run without checkpoints may start at step 0 only if it never wrote one: a missing one must not go unnoticed."""
+    if not (folder / METRICS).is_file():
+        return
+    saved = [record["step"] for record in read_events(folder)[0] if record.get("kind") == CHECKPOINT_KIND]
+    if saved:
+        raise CheckpointError(
+            f"{folder / CHECKPOINTS}: the run wrote checkpoints up to step {max(saved)}, but none is there; put them back, "
+            "or remove the run's folder to start afresh"
+        )
 
 
 def _check_same(folder: Path, config: RunConfig) -> None:
