@@ -21,7 +21,7 @@ _CIFAR10 = RunConfig(
     model=ModelSettings("uvit", patch_size=2, dim=512, depth=12, heads=8),
     scaling=ScalingSettings("cs", kappa=0.5),
     optimizer=OptimizerSettings(lr=2e-4, betas=(0.99, 0.999), warmup_steps=2500),
-    training=TrainingSettings(steps=500_000, batch_size=128, precision="bf16", compile="default"),
+    training=TrainingSettings(steps=500_000, batch_size=128, compile="default"),
     sampling=SamplingSettings("dpm++2m", steps=50),
 )
 
@@ -67,7 +67,7 @@ PRESETS: Mapping[str, RunConfig] = {
         model=ModelSettings("uvit", patch_size=4, dim=512, depth=12, heads=8),
         scaling=ScalingSettings("cs", kappa=0.5),
         optimizer=OptimizerSettings(lr=2e-4, betas=(0.99, 0.99), warmup_steps=4000),
-        training=TrainingSettings(steps=500_000, batch_size=128, precision="bf16", compile="default"),
+        training=TrainingSettings(steps=500_000, batch_size=128, compile="default"),
         sampling=SamplingSettings("dpm++2m", steps=50),
     ),
 }
