@@ -1,8 +1,6 @@
 """Stable training of U-shaped diffusion models by scaling their long skip connections (ScaleLong, NeurIPS 2023).
 
-import scalelong
-handle = scalelong.apply(model, "cs", kappa=0.7)
-print(handle)
+One line on the model you have: `scalelong.apply(model, "cs", kappa=0.7)`.
 """
 
 from scalelong.skips import (
