@@ -28,7 +28,7 @@ def build_model(config: RunConfig, shape: Shape) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         model = _uvit(config.model, shape) if config.model.backbone == "uvit" else _unet(config.model, shape)
-        skips.apply(model, config.scaling.method, **config.scaling.options())
+        skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
     return model
 
 

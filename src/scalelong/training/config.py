@@ -58,6 +58,7 @@ class ScalingSettings:
     module: str = "se"  # ls: se, ie, learnable
     activation: str = "relu"  # ls: relu, elu, mish
     axis: str = "auto"  # ls: tokens, channels
+    placement: Literal["before", "after_norm"] = "before"  # after_norm: behind a GroupNorm that would cancel kappa
 
     def options(self) -> dict[str, Any]:
         """The options that this method takes."""
