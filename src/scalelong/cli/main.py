@@ -19,6 +19,7 @@ VERBS = {
     "data": "fetch and check data sets",
     "kappa": "which kappa, from the data, the noise and the number of skips",
     "theory": "check the paper's theorems by numbers",
+    "doctor": "say what this machine and this installation can do",
 }
 
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)
