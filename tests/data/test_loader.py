@@ -11,7 +11,8 @@ from torch import Tensor
 from scalelong.data import DeviceLoader, MemorySource, Source, StreamLoader, load_source, make_loader, sample_to_item
 from scalelong.data.errors import DataError
 from scalelong.data.images import to_float
-from scalelong.data.loader import Batch, flip_mask
+from scalelong.data.loader import Batch
+from scalelong.data.order import caption_rows, flip_mask
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -191,3 +192,16 @@ def test_gpu_gives_the_same_bits(folder_source: Source) -> None:
             assert other.images.is_cuda and other.index.is_cuda
             assert torch.equal(one.images, other.images.cpu())
             assert torch.equal(one.items, other.items)
+
+
+def test_one_of_several_captions_is_chosen_by_seed_and_index() -> None:
+    counts = torch.tensor([1, 3, 2])
+    index = torch.arange(600)
+    items = index % 3
+    rows = caption_rows(5, index, items, counts)
+    assert set(rows[items == 0].tolist()) == {0}
+    assert set(rows[items == 1].tolist()) == {1, 2, 3}
+    assert set(rows[items == 2].tolist()) == {4, 5}
+    assert torch.equal(rows[100:], caption_rows(5, index[100:], items[100:], counts))
+    assert not torch.equal(rows, caption_rows(6, index, items, counts))
+    assert caption_rows(5, index, items, None) is items

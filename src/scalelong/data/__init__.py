@@ -5,7 +5,8 @@ from scalelong.data.cache import Problem, cache_dir
 from scalelong.data.errors import DataError
 from scalelong.data.fetch import check
 from scalelong.data.images import to_float, to_uint8
-from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader, sample_to_item
+from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader
+from scalelong.data.order import sample_to_item
 from scalelong.data.sources import KNOWN, load_source
 
 __all__ = [

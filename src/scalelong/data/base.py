@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from scalelong.data.errors import DataError
+from scalelong.data.images import to_float
+from scalelong.data.order import sample_to_item
 
 Shape = tuple[int, int, int]
 
@@ -22,20 +25,40 @@ class Source(ABC):
     shape: Shape  # (C, H, W), the same for every item
     num_classes: int  # 0: no labels
     labels: Tensor | None  # (n,) int64
-    captions: list[str] | None
+    captions: list[str] | None  # one for each item, or as many as `caption_counts` says
+    caption_counts: Tensor | None = None  # (n,) how many captions each item has, one after another; None: one each
     class_names: list[str]
     images: Tensor | None = None  # uint8 (n, C, H, W) where the set is held in memory
+    max_workers: int | None = None  # how many processes may read it at a time; None: any number
 
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @property
+    def stored(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and type of what `read` gives."""
+        return self.shape, torch.uint8
+
     @abstractmethod
     def read(self, item: int) -> Tensor:
-        """One image, uint8 (C, H, W)."""
+        """One item as it is stored: of images, uint8 (C, H, W)."""
 
     def read_many(self, items: Sequence[int]) -> Tensor:
-        """uint8 (len(items), C, H, W)."""
+        """Items as they are stored: of images, uint8 (len(items), C, H, W)."""
         return torch.stack([self.read(item) for item in items])
+
+    def order(self, seed: int, index: Tensor) -> Tensor:
+        """The item at each global sample index; every epoch of n samples is a fresh permutation."""
+        return sample_to_item(seed, len(self), index)
+
+    def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
+        """What the network is trained on, float32 (B, C, H, W), of stored items (B, ...), all on one device.
+
+        index: (B,) global sample indices. mirrored: (B,) which of them are flipped; None: none.
+        """
+        if mirrored is not None:
+            stored = torch.where(mirrored[:, None, None, None], stored.flip(-1), stored)
+        return to_float(stored)
 
     @abstractmethod
     def _digest(self) -> str: ...
@@ -47,9 +70,9 @@ class Source(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all images as uint8."""
-        channels, height, width = self.shape
-        return len(self) * channels * height * width
+        """Bytes of all items as they are stored."""
+        shape, dtype = self.stored
+        return len(self) * math.prod(shape) * dtype.itemsize
 
 
 class MemorySource(Source):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from tqdm import tqdm
 
 from scalelong.data.base import Source
 from scalelong.data.errors import DataError
-from scalelong.data.images import threaded, to_float
-from scalelong.random import random_bits
+from scalelong.data.images import threaded
+from scalelong.data.order import caption_rows, flip_mask
 
 _RESIDENT_LIMIT_BYTES = 2**31
 
@@ -33,37 +32,11 @@ _Reply = tuple[list[int], list[int], Tensor | DataError]
 class Batch:
     """What one micro-step sees."""
 
-    images: Tensor  # float32 (B, C, H, W) in [-1, 1], on the device
+    images: Tensor  # float32 (B, C, H, W), on the device: pixels in [-1, 1], or latents
     labels: Tensor | None  # int64 (B,), on the device
     index: Tensor  # int64 (B,) global sample indices, on the device
-    items: Tensor  # int64 (B,) rows of the source, on the CPU (captions, file names)
-
-
-@lru_cache(maxsize=4)
-def _permutation(seed: int, n: int, epoch: int) -> Tensor:
-    """The order of one epoch: the items sorted by a random key per place."""
-    place = torch.arange(epoch * n, (epoch + 1) * n)
-    return torch.argsort(random_bits(seed, "order", place), stable=True)
-
-
-def sample_to_item(seed: int, n: int, index: Tensor) -> Tensor:
-    """The item at each global sample index; every epoch of n samples is a fresh permutation."""
-    if n < 1:
-        raise ValueError(f"data: a source needs at least one item, got {n}")
-    index = index.to(device="cpu", dtype=torch.int64)
-    if index.numel() and int(index.min()) < 0:
-        raise ValueError(f"data: a sample index cannot be negative, got {int(index.min())}")
-    epochs, places = torch.div(index, n, rounding_mode="floor"), index % n
-    items = torch.empty_like(index)
-    for epoch in sorted(set(epochs.tolist())):
-        here = epochs == epoch
-        items[here] = _permutation(seed, n, epoch)[places[here]]
-    return items
-
-
-def flip_mask(seed: int, index: Tensor) -> Tensor:
-    """True where the sample is mirrored: one random bit per global index."""
-    return random_bits(seed, "flip", index) < 0
+    items: Tensor  # int64 (B,) rows of the source, on the CPU (file names)
+    captions: Tensor  # int64 (B,) rows of the source's captions, on the CPU; the items where each has one
 
 
 class Loader(ABC):
@@ -82,19 +55,19 @@ class Loader(ABC):
 
     def items(self, index: Tensor) -> Tensor:
         """The items at these global sample indices."""
-        return sample_to_item(self.seed, len(self.source), index)
+        return self.source.order(self.seed, index)
 
-    def _finish(self, index: Tensor, items: Tensor, images: Tensor, on_device: Tensor) -> Batch:
-        """uint8 images on the device to a batch; both kinds of loader end here, so they agree to the bit."""
-        if self.flip:
-            mirrored = flip_mask(self.seed, index).to(self.device, non_blocking=True)
-            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    def _finish(self, index: Tensor, items: Tensor, stored: Tensor, on_device: Tensor) -> Batch:
+        """Stored items on the device to a batch; both kinds of loader end here, so they agree to the bit."""
+        places = index.to(self.device, non_blocking=True)
+        mirrored = flip_mask(self.seed, index).to(self.device, non_blocking=True) if self.flip else None
+        images = self.source.prepare(stored, self.seed, places, mirrored)
         labels = None if self._labels is None else self._labels[on_device]
-        return Batch(to_float(images), labels, index.to(self.device, non_blocking=True), items)
+        return Batch(images, labels, places, items, caption_rows(self.seed, index, items, self.source.caption_counts))
 
 
 class DeviceLoader(Loader):
-    """For sets that fit: all images live on the device as uint8; a batch is a gather."""
+    """For sets that fit: all items live on the device as they are stored; a batch is a gather."""
 
     def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
         super().__init__(source, seed, device, flip)
@@ -126,7 +99,8 @@ class StreamLoader(Loader):
         super().__init__(source, seed, device, flip)
         if workers < 0 or prefetch < 1:
             raise ValueError(f"data: workers must be >= 0 and prefetch >= 1, got {workers} and {prefetch}")
-        self.workers, self.prefetch = workers, prefetch
+        self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
+        self.prefetch = prefetch
 
     def batch(self, index: Tensor) -> Batch:
         """The batch of these global sample indices, read here and now."""
@@ -175,10 +149,11 @@ def _as_is(reply: Any) -> Any:
 
 
 def load_images(source: Source) -> Tensor:
-    """All images of a source, uint8 (n, C, H, W); a bad file is named here, before the run starts."""
+    """All items of a source as they are stored (n, ...); a bad file is named here, before the run starts."""
     if source.images is not None:
         return source.images
-    images = torch.empty((len(source), *source.shape), dtype=torch.uint8)
+    shape, dtype = source.stored
+    images = torch.empty((len(source), *shape), dtype=dtype)
     found = threaded(source.read, range(len(source)))
     for item, image in enumerate(tqdm(found, total=len(source), desc=source.name, disable=None)):
         images[item] = image
@@ -195,7 +170,7 @@ def make_loader(
     prefetch: int = 2,
     resident_limit_bytes: int = _RESIDENT_LIMIT_BYTES,
 ) -> DeviceLoader | StreamLoader:
-    """A DeviceLoader where all images fit under the limit as uint8, else a StreamLoader; the batches are the same."""
+    """A DeviceLoader where all items fit under the limit, else a StreamLoader; the batches are the same."""
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
     return StreamLoader(source, seed, device, flip, workers, prefetch)
