@@ -16,6 +16,7 @@ from scalelong.backbones import as_network
 from scalelong.data.grid import save_grid
 from scalelong.evaluation import generate
 from scalelong.training import load_run
+from scalelong.training.build import build_pixels
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def main(arguments: list[str]) -> None:
         clip=settings.clip,
         device=command.device,
         precision=command.precision,
+        to_pixels=build_pixels(run.config, torch.device(command.device)),
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ def generate_batches(
     device: str | torch.device | None = None,  # None: where the network's parameters are
     precision: str = "fp32",  # of the network, by autocast: fp32, bf16, fp16
     condition: Condition | None = None,  # the condition of each image, as a function of its index
+    to_pixels: Callable[[Tensor], Tensor] = to_uint8,  # from what is drawn to uint8 images
     rank: int = 0,
     world_size: int = 1,
     progress: bool = True,
@@ -63,11 +64,16 @@ def generate_batches(
             given = condition(index) if condition else {}
             return sample(objective, net, (seed, index, shape), sampler=sampler, steps=steps, **options, **given)
 
-    return _batches(make, mine, batch_size, where, show=progress and rank == 0)
+    return _batches(make, to_pixels, mine, batch_size, where, show=progress and rank == 0)
 
 
 def _batches(
-    make: Callable[[Tensor], Tensor], indices: Tensor, batch_size: int, device: torch.device, show: bool
+    make: Callable[[Tensor], Tensor],
+    to_pixels: Callable[[Tensor], Tensor],
+    indices: Tensor,
+    batch_size: int,
+    device: torch.device,
+    show: bool,
 ) -> Iterator[Tensor]:
     size = min(batch_size, len(indices))
     with tqdm(total=len(indices), desc="generate", unit="img", disable=None if show else True) as bar:
@@ -75,7 +81,7 @@ def _batches(
             filled = torch.cat([index, index[-1:].expand(size - len(index))])  # one shape for compiled networks
             images = make(filled.to(device))[: len(index)]
             _require_finite(images, index)
-            yield to_uint8(images).cpu()
+            yield to_pixels(images).cpu()
             bar.update(len(index))
 
 

@@ -19,6 +19,7 @@ from scalelong.evaluation.inception import InceptionFeatures
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.statistics import FeatureStatistics
 from scalelong.training import TrainedRun, Trainer
+from scalelong.training.build import build_pixels
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def evaluate_run(
     sampler = protocol.sampler or run.config.sampling.sampler
     steps = protocol.steps or (0 if protocol.sampler else run.config.sampling.steps)
     model = torch.compile(run.model) if protocol.compile else run.model
+    device = next(run.model.parameters()).device
     clock = _Clock()
     batches = generate_batches(
         run.objective,
@@ -100,8 +102,9 @@ def evaluate_run(
         sampler=sampler,
         steps=steps,
         clip=run.config.sampling.clip,
-        device=next(run.model.parameters()).device,
+        device=device,
         precision=protocol.precision,
+        to_pixels=build_pixels(run.config, device),
         rank=rank,
         world_size=world_size,
     )

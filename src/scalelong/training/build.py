@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones import UViT, ddpm_cifar10
+from scalelong.data import to_uint8
 from scalelong.data.base import Shape
 from scalelong.diffusion import Objective, get_process
 from scalelong.training.config import ModelSettings, RunConfig, uvit_config
+
+ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
+
+
+def build_pixels(config: RunConfig, device: torch.device) -> ToPixels:  # noqa: ARG001 (pixels need neither)
+    """How what is drawn becomes images: the one place that every sample of a run passes through."""
+    return to_uint8
 
 
 def build_objective(config: RunConfig) -> Objective:

@@ -15,11 +15,11 @@ from torch import nn
 from tqdm import tqdm
 
 from scalelong.backbones import as_network
-from scalelong.data import load_source, make_loader, to_uint8
+from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
 from scalelong.diffusion import sample
 from scalelong.skips import coefficients
-from scalelong.training.build import build_model, build_objective
+from scalelong.training.build import build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -63,6 +63,7 @@ class Trainer:
             self._lock = lock_folder(self.folder)
         self.ranks.wait_for_everyone()
         self.objective = build_objective(config)
+        self.to_pixels = build_pixels(config, self.device)
         self.loader = make_loader(
             self.source,
             config.training.seed,
@@ -231,7 +232,7 @@ class Trainer:
             steps=settings.steps,
             clip=settings.clip,
         )
-        save_grid(to_uint8(images), self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        save_grid(self.to_pixels(images), self.folder / SAMPLES / f"step-{self.step:08d}.png")
 
     # ------------------------------------------------------------------------------------------------ saving, resuming
 
