@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import torch
@@ -44,7 +44,7 @@ from scalelong.training.build import build_model
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-VARIANTS = {
+VARIANTS: dict[str, tuple[str, Literal["before", "after_norm"]]] = {
     "none": ("none", "before"),
     "cs before the norm": ("cs", "before"),
     "cs after the norm": ("cs", "after_norm"),
@@ -229,10 +229,10 @@ def draw(settings: Settings, rows: Sequence[dict[str, Any]], path: Path) -> None
     width = 0.8 / len(VARIANTS)
     for at, (variant, colour) in enumerate(COLOURS.items()):
         for group, key in enumerate(("feature_oscillation", "gradient_oscillation", "gradient_spread")):
-            values = [row[key] for row in rows if row["variant"] == variant]
+            found = [row[key] for row in rows if row["variant"] == variant]
             place = group + (at - 1) * width
-            bars.bar(place, statistics.fmean(values), width * 0.92, color=colour, label=variant if group == 0 else None)
-            bars.plot([place] * len(values), values, "o", color="black", markersize=3)
+            bars.bar(place, statistics.fmean(found), width * 0.92, color=colour, label=variant if group == 0 else None)
+            bars.plot([place] * len(found), found, "o", color="black", markersize=3)
     bars.set_xticks(range(3), ["features move", "gradients move", "gradient norm\nspreads"])
     titles = {
         loss: "Training loss minus the unscaled run's (same seed)",
@@ -255,7 +255,8 @@ def draw(settings: Settings, rows: Sequence[dict[str, Any]], path: Path) -> None
 
 def curves(settings: Settings, variant: str, key: str) -> tuple[list[int], list[list[float]]]:
     """Steps, and a column of the training records of each seed."""
-    values, steps = [], []
+    steps: list[int] = []
+    values: list[list[float]] = []
     for seed in settings.seeds:
         records = [r for r in read_events(run_folder(settings, variant, seed))[0] if r["kind"] == "train"]
         steps, values = [r["step"] for r in records], [*values, [r[key] for r in records]]
