@@ -1,0 +1,195 @@
+"""What the experiments share: options, the two scales, and runs that are trained once and used by several figures.
+
+A run lives in RUNS/<key>, where the key is a function of its configuration: fig01, fig07 and fig12 need the same runs and
+train them once. A complete run is not repeated, a broken-off one goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from scalelong.report.series import RunSeries, read_run
+from scalelong.stability import relative_oscillation
+from scalelong.training import RunConfig, get_preset
+from scalelong.training.config import (
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ScalingSettings,
+    TrainingSettings,
+    dotted,
+)
+
+Scale = Literal["cpu", "gpu"]
+METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10
+COLOURS = {"none": "#e15759", "rsqrt2": "#f28e2b", "cs": "#4e79a7", "ls": "#59a14f", "cs_reversed": "#b07aa1"}
+_NOT_IN_KEY = ("training.keep", "data.workers", "data.root", "training.wandb_project")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is on every experiment's command line."""
+
+    scale: Scale = "cpu"  # cpu: 8x8 digits, minutes on one core; gpu: U-ViT-S/2 on CIFAR-10
+    steps: int = 0  # of each run; 0: 400 (cpu) or 1500 (gpu)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    jobs: int = 1  # runs at once
+    out: str = ""  # default: experiments/results/NAME-SCALE
+    runs: str = "runs/experiments"  # where trained runs are kept and looked for
+
+    def folder(self, name: str) -> Path:
+        """Where the results go; made if missing."""
+        path = Path(self.out or f"experiments/results/{name}-{self.scale}")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def base_config(scale: Scale, steps: int = 0) -> RunConfig:
+    """The unscaled network, predicting the noise as the paper does.
+
+    The paper warms up over 2,500 steps of 500,000; these runs are shorter than that, so the warm-up is too.
+    """
+    if scale == "gpu":
+        preset, steps = get_preset("cifar10-uvit-s2"), steps or 1500
+        training = dataclasses.replace(preset.training, batch_size=64, compile="reduce-overhead")
+        config = dataclasses.replace(
+            preset, optimizer=dataclasses.replace(preset.optimizer, warmup_steps=steps // 3), training=training
+        )
+    else:
+        steps = steps or 400
+        config = RunConfig(
+            data=DataSettings("digits", flip=False),
+            model=ModelSettings("uvit", patch_size=2, dim=64, depth=12, heads=4),
+            optimizer=OptimizerSettings(lr=1e-3, betas=(0.9, 0.99), warmup_steps=steps // 8),
+            training=TrainingSettings(batch_size=32, ema_decay=0.99),
+        )
+    training = dataclasses.replace(
+        config.training, steps=steps, log_every=10, checkpoint_every=steps, sample_every=0, precision="auto"
+    )
+    return dataclasses.replace(config, scaling=ScalingSettings("none"), training=training)
+
+
+def varied(
+    config: RunConfig, method: str = "none", seed: int = 0, depth: int | None = None, batch_size: int | None = None
+) -> RunConfig:
+    """The same run with another method ("cs:0.5" sets kappa; above 1 is asked for here), seed, depth or batch size."""
+    name, _, kappa = method.partition(":")
+    value = float(kappa) if kappa else config.scaling.kappa
+    scaling = dataclasses.replace(config.scaling, method=name, kappa=value, allow_amplify=value > 1)
+    model = dataclasses.replace(config.model, depth=depth or config.model.depth)
+    training = dataclasses.replace(config.training, seed=seed, batch_size=batch_size or config.training.batch_size)
+    return dataclasses.replace(config, scaling=scaling, model=model, training=training).checked(on_gpu=True)
+
+
+def grid(options: Options, methods: Sequence[str] = METHODS, **changes: int) -> list[RunConfig]:
+    """Every method with every seed at the chosen scale."""
+    base = base_config(options.scale, options.steps)
+    return [varied(base, method, seed, **changes) for method in methods for seed in options.seeds]
+
+
+def run_key(config: RunConfig) -> str:
+    """A readable name and a hash of every setting that is not the default."""
+    usual = dotted(RunConfig())
+    settings = {k: v for k, v in dotted(config).items() if k not in _NOT_IN_KEY and v != usual[k]}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    kappa = f"{config.scaling.kappa:g}" if "kappa" in config.scaling.options() else ""
+    training = config.training
+    return (
+        f"{config.data.name}-depth{config.model.depth}-batch{training.batch_size}-{config.scaling.method}{kappa}"
+        f"-steps{training.steps}-seed{training.seed}-{digest}"
+    )
+
+
+def trained(configs: Sequence[RunConfig], options: Options, probe_every: int = 10) -> list[RunSeries]:
+    """The runs of these configurations, in order; those that are not complete are trained first, `jobs` at once."""
+    folders = [Path(options.runs) / run_key(config) for config in configs]
+    missing = {f: c for f, c in zip(folders, configs, strict=True) if not is_complete(f, c)}
+    if missing:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(options.jobs, len(missing)), mp_context=context) as pool:
+            futures = [pool.submit(_train_one, config, folder, probe_every) for folder, config in missing.items()]
+            for future in tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None):
+                future.result()
+    return [read_run(folder) for folder in folders]
+
+
+def is_complete(folder: Path, config: RunConfig) -> bool:
+    """Whether a run reached its last step and saved it."""
+    return (folder / "checkpoints" / f"step-{config.training.steps:08d}").is_dir()
+
+
+def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
+    import torch
+
+    from scalelong.cli.train import oscillation_probe
+    from scalelong.training import Trainer
+
+    torch.set_num_threads(1)
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    trainer = Trainer(config, folder)
+    trainer.observers.append(oscillation_probe(trainer, probe_every))
+    trainer.run()
+
+
+def setting(config: RunConfig) -> str:
+    """What was trained, in words."""
+    return (
+        f"U-ViT of depth {config.model.depth} on {config.data.name}, {config.training.steps} steps (warm-up "
+        f"{config.optimizer.warmup_steps}), batch {config.training.batch_size}, lr {config.optimizer.lr:g}"
+    )
+
+
+def label(run: RunSeries) -> str:
+    """The method's name in tables and pictures."""
+    return run.label
+
+
+def colour(name: str) -> str:
+    """One colour for a method in every picture."""
+    return COLOURS[name.partition(" ")[0]]
+
+
+def block_oscillations(run: RunSeries, what: str = "norm") -> dict[str, float]:
+    """Relative oscillation of each probed block over the records after the warm-up."""
+    first = run.config.optimizer.warmup_steps
+    found = {}
+    for block in run.blocks:
+        steps, norms = run.column("probe", f"{what}/{block}")
+        found[block] = relative_oscillation([n for s, n in zip(steps, norms, strict=True) if s > first])
+    return found
+
+
+def measures(run: RunSeries) -> dict[str, Any]:
+    """One row of a table: the method, the seed, and what was measured."""
+    features = block_oscillations(run)
+    return {
+        "method": label(run),
+        "seed": run.seed,
+        "depth": run.config.model.depth,
+        "batch": run.config.training.batch_size,
+        "oscillation_all_blocks": mean(features.values()),
+        "oscillation_middle": features[run.middle_block],
+        "gradient_oscillation": mean(block_oscillations(run, "gradient").values()),
+        "gradient_norm_spread": run.gradient_spread(),
+        "final_loss": run.final_loss(),
+        "seconds": run.train[-1]["seconds"],
+    }
+
+
+def by_method(rows: Iterable[dict[str, Any]], key: str) -> dict[str, list[float]]:
+    """The values of one column by method, in the order of the rows."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["method"], []).append(row[key])
+    return found

@@ -1,0 +1,140 @@
+"""Fig. 7: the coefficients that LS learnt, on 30 noise inputs, against the curve and the range of CS.
+
+python experiments/fig07_learned_kappa.py                          # minutes on one core
+python experiments/fig07_learned_kappa.py --scale gpu --jobs 3     # U-ViT-S/2 on CIFAR-10
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import tyro
+from common import COLOURS, Options, grid, setting, trained
+from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
+from torch import Tensor
+
+from scalelong.backbones import as_network
+from scalelong.data import load_source
+from scalelong.report.series import RunSeries
+from scalelong.scaling import constant_coefficients
+from scalelong.stability import Recommendation, fit_cs, learned_coefficients, recommend_kappa
+from scalelong.training import load_run
+
+NAME = "fig07-learned-kappa"
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    out = options.folder(NAME)
+    runs = trained(grid(options, ["ls"]), options)
+    learned = {run.seed: coefficients_of(run) for run in runs}
+    found = interval(runs[0], next(iter(learned.values())).shape[1])
+    rows = [row(seed, values, found) for seed, values in learned.items()]
+    write_csv(table(learned), out / "coefficients.csv")
+    write_csv(rows, out / "fits.csv")
+    draw(learned, found, out / "fig07.png")
+    claims = judged(learned, rows, found)
+    told = f"LS on {setting(runs[0].config)}; averaged weights, 30 noises from N(0, I) at t = 1"
+    write_summary(out, claims, told, fits=rows)
+    print_claims(claims)
+    print()
+    print_table(rows)
+
+
+def coefficients_of(run: RunSeries) -> Tensor:
+    """(30, N) on the averaged weights at pure noise."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_run(run.folder, device=device)
+    time = float(loaded.objective.process.network_time(torch.ones(1)))
+    return learned_coefficients(as_network(loaded.model), loaded.model, loaded.shape, time)
+
+
+def interval(run: RunSeries, num_skips: int) -> Recommendation:
+    """The range of kappa that Sec. 4.1 gives for these data."""
+    config, objective = run.config, load_run(run.folder).objective
+    source = load_source(config.data.name, image_size=config.data.image_size, root=config.data.root)
+    return recommend_kappa(source, objective.process, num_skips, prediction=objective.prediction)
+
+
+def row(seed: int, values: Tensor, found: Recommendation) -> dict[str, Any]:
+    """The fits of one run and the share of its coefficients inside the range."""
+    kappas = values.mean(0).tolist()
+    exact, free = fit_cs(kappas), fit_cs(kappas, free_scale=True)
+    low, high = (torch.tensor(constant_coefficients(len(kappas), kappa)) for kappa in found.kappa_interval)
+    inside = ((values >= low) & (values <= high)).float().mean(0)
+    return {
+        "seed": seed,
+        "cs_kappa": exact.kappa,
+        "cs_r2": exact.r_squared,
+        "free_scale": free.scale,
+        "free_kappa": free.kappa,
+        "free_r2": free.r_squared,
+        "share_inside": float(inside.mean()),
+        "falls_with_i": sum(b < a for a, b in pairwise(kappas)) / (len(kappas) - 1),
+    }
+
+
+def judged(learned: dict[int, Tensor], rows: list[dict[str, Any]], found: Recommendation) -> list[Claim]:
+    """The two sentences of Sec. 6 about Fig. 7."""
+    low, high = found.kappa_interval
+    means = torch.stack([values.mean(0) for values in learned.values()]).mean(0)
+    shown = ", ".join(f"{kappa:.3f}" for kappa in means)
+    return [
+        Claim(
+            "The coefficients of LS fall within the range that Sec. 4.1 gives for CS",
+            f"kappa from {low:.3f} to {high:.3f}; inside: {mean(r['share_inside'] for r in rows):.0%} of the coefficients",
+            all(r["share_inside"] == 1 for r in rows),
+        ),
+        Claim(
+            "They lie on almost the same exponential curve as Eq. 8",
+            f"kappa_1..N on average over the seeds: {shown}; nearest kappa^(i-1) has R² "
+            f"{shown_r2(rows, 'cs_r2')}, with a free factor "
+            f"{shown_r2(rows, 'free_r2')} (seed by seed)",
+            all(r["cs_r2"] > 0.9 for r in rows),
+        ),
+    ]
+
+
+def shown_r2(rows: list[dict[str, Any]], key: str) -> str:
+    """Seed by seed; what is below 0 is worse than a constant, however much."""
+    return ", ".join(format(row[key], ".2f") if row[key] >= 0 else "below 0" for row in rows)
+
+
+def table(learned: dict[int, Tensor]) -> list[dict[str, Any]]:
+    """Every coefficient: seed, noise, skip."""
+    return [
+        {"seed": seed, "noise": n, "skip": i, "kappa": float(value)}
+        for seed, values in learned.items()
+        for n, line in enumerate(values)
+        for i, value in enumerate(line, 1)
+    ]
+
+
+def draw(learned: dict[int, Tensor], found: Recommendation, path: Path) -> None:
+    """A panel for each seed: the noises' coefficients, their mean, the nearest CS and its range."""
+    figure, panels = plt.subplots(
+        1, len(learned), figsize=(4.2 * len(learned), 3.8), layout="constrained", squeeze=False
+    )
+    for axes, (seed, values) in zip(panels[0], learned.items(), strict=True):
+        count = values.shape[1]
+        index, means = range(1, count + 1), values.mean(0).tolist()
+        fit = fit_cs(means)
+        bounds = [constant_coefficients(count, kappa) for kappa in found.kappa_interval]
+        axes.fill_between(index, *bounds, color="#f28e2b", alpha=0.2, label="range of CS (Sec. 4.1)")
+        axes.plot(index, values.T, color=COLOURS["ls"], alpha=0.12, linewidth=0.8)
+        axes.plot(index, means, color=COLOURS["ls"], marker="o", markersize=4, label="LS, mean of 30 noises")
+        name = f"nearest CS: κ = {fit.kappa:.2f}, R² = {fit.r_squared:.2f}"
+        axes.plot(index, fit.curve(count), color=COLOURS["cs"], linestyle="--", label=name)
+        axes.set(ylim=(0, 1.05), xticks=list(index))
+        dress(axes, f"seed {seed}", "skip i (1 = outermost)", "κ_i")
+        axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main()

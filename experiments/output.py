@@ -1,0 +1,111 @@
+"""What the experiments write: a CSV, a picture, and summary.json with the paper's claim beside what was measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of the paper, what was measured, and whether the two agree: computed, never typed."""
+
+    paper: str
+    measured: str
+    agrees: bool
+
+
+def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Rows of equal keys, numbers with six digits."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
+
+
+def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers: Any) -> None:
+    """summary.json: where and how the numbers came about, and how they stand to the paper."""
+    summary = {
+        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "commit": commit(),
+        "device": device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "setting": setting,
+        "claims": [asdict(claim) for claim in claims],
+        "agrees": all(claim.agrees for claim in claims),
+        **numbers,
+    }
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit of the code: $SCALELONG_COMMIT where there is no repository."""
+    if given := os.environ.get("SCALELONG_COMMIT"):
+        return given
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def device_name() -> str:
+    """The GPU, or the processor's kind."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Aligned columns."""
+    cells = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
+    widths = [max(len(str(row[i])) for row in cells) for i in range(len(cells[0]))]
+    for row in cells:
+        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_claims(claims: Sequence[Claim]) -> None:
+    """Claim, measurement, verdict."""
+    for claim in claims:
+        print(f"\npaper     {claim.paper}\nmeasured  {claim.measured}\nagrees    {'yes' if claim.agrees else 'no'}")
+
+
+def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:
+    """The look of every picture."""
+    axes.set_title(title, fontsize=10.5, loc="left")
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    """Write and forget a picture."""
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _relative(arguments: Sequence[str]) -> list[str]:
+    """The script as it is called from the repository's root."""
+    return [f"experiments/{Path(arguments[0]).name}", *arguments[1:]]
