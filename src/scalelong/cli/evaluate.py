@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import tyro
 
-from scalelong.evaluation.run import Evaluation, Protocol, evaluate_run, get_extractor, reference_of
+from scalelong.evaluation.reference import reference_statistics
+from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
 from scalelong.training import load_run
 from scalelong.training.events import METRICS
 from scalelong.training.run import TrainedRun
@@ -27,6 +28,7 @@ class Evaluate:
     seeds: tuple[int, ...] = (0,)  # one evaluation for each
     sampler: str = ""  # default: the run's own
     steps: int = 0  # 0: the run's own
+    guidance: float | None = None  # of a conditional run; default: the run's own
     batch_size: int = 500
     precision: str = "fp32"  # of the denoiser: fp32, bf16, fp16
     compile: bool = False  # compile the denoiser; pays from some thousand images on
@@ -41,7 +43,9 @@ def main(arguments: list[str]) -> None:
     command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
     run = load_run(command.run, step=command.checkpoint, device=command.device)
     extractor = get_extractor(command.extractor, command.device, command.weights)
-    reference = reference_of(run, extractor)
+    source = source_of(run)
+    reference = reference_statistics(source, extractor, root=run.config.data.root)
+    condition = condition_of(run, source)
     protocol = Protocol(
         command.num_samples,
         command.sampler,
@@ -49,10 +53,11 @@ def main(arguments: list[str]) -> None:
         command.batch_size,
         command.precision,
         command.compile,
+        command.guidance,
     )
     found = []
     for seed in command.seeds:
-        evaluation = evaluate_run(run, extractor, reference, protocol, seed)
+        evaluation = evaluate_run(run, extractor, reference, protocol, seed, condition=condition)
         record_evaluation(run, evaluation)
         found.append(evaluation)
         print(_line(run, evaluation))
@@ -70,8 +75,9 @@ def record_evaluation(run: TrainedRun, evaluation: Evaluation) -> None:
 
 def _line(run: TrainedRun, evaluation: Evaluation) -> str:
     result = evaluation.result
+    guided = f", guidance {evaluation.guidance:g}" if evaluation.guidance != 1 else ""
     return (
         f"{result.metric} = {result.value:.3f}  ({result.extractor}; {result.n:,} images of seed {evaluation.seed}, "
-        f"{evaluation.sampler} {evaluation.sampler_steps} steps, step {run.step}; "
+        f"{evaluation.sampler} {evaluation.sampler_steps} steps{guided}, step {run.step}; "
         f"drawn in {evaluation.generate_seconds:.1f} s, in all {evaluation.seconds:.1f} s)"
     )

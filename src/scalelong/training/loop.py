@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,8 @@ from accelerate import PartialState
 from torch import nn
 from tqdm import tqdm
 
-from scalelong.backbones import as_network
 from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
-from scalelong.diffusion import sample
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import (
@@ -28,13 +27,16 @@ from scalelong.training.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
+from scalelong.training.condition import make_condition
 from scalelong.training.config import RunConfig
+from scalelong.training.draw import draw_grid
 from scalelong.training.ema import Ema
 from scalelong.training.events import CHECKPOINT_KIND, Events
 from scalelong.training.guard import Guard, describe
 from scalelong.training.record import Window, environment
 from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder, lock_folder
 from scalelong.training.signals import StopSignals
+from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Pending, Stepper, StepResult, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -57,7 +59,9 @@ class Trainer:
         self.source = load_source(
             config.data.name, image_size=config.data.image_size, split=config.data.split, root=config.data.root
         )
-        self.model = build_model(config, self.source.shape).to(self.device)
+        with self.ranks.main_process_first():  # the others read the texts' features that it writes
+            self.condition = make_condition(config, self.source, self.device)
+        self.model = build_model(config, self.source.shape, self.condition.sizes).to(self.device)
         if self.ranks.is_main_process:
             claim_folder(self.folder, config, checkpoint_bytes(self.model))
             self._lock = lock_folder(self.folder)
@@ -73,7 +77,9 @@ class Trainer:
             resident_limit_bytes=config.data.resident_mb * 2**20,
         )
         self.ema = Ema(self.model, config.training.ema_decay)
-        self.stepper = Stepper(config, self.model, self.objective, self.device, self.ranks.num_processes)
+        self.stepper = Stepper(
+            config, self.model, self.objective, self.device, self.ranks.num_processes, self.condition
+        )
         self.guard = Guard(config.training.on_nonfinite, config.training.max_nonfinite)
         self.step = 0
         self.seconds = 0.0
@@ -222,16 +228,7 @@ class Trainer:
                 yield sample_indices(self.config, step, part, ranks.process_index, ranks.num_processes)
 
     def _draw_samples(self) -> None:
-        settings = self.config.sampling
-        index = torch.arange(settings.count, device=self.device)
-        images = sample(
-            self.objective,
-            as_network(self.ema.model),
-            (self.config.training.seed, index, self.source.shape),
-            sampler=settings.sampler,
-            steps=settings.steps,
-            clip=settings.clip,
-        )
+        images = draw_grid(self.config, self.objective, self.ema.model, self.source.shape, self.condition)
         save_grid(self.to_pixels(images), self.folder / SAMPLES / f"step-{self.step:08d}.png")
 
     # ------------------------------------------------------------------------------------------------ saving, resuming
@@ -264,6 +261,7 @@ class Trainer:
             "seconds": self.seconds,
             "shape": list(self.source.shape),
             "data": self.source.fingerprint,
+            "condition": dataclasses.asdict(self.condition.sizes),
             "window": vars(self.window),
             "guard": self.guard.state(),
             "scaler": self.stepper.scaler.state_dict(),
@@ -279,6 +277,11 @@ class Trainer:
         if checkpoint.state["data"] != self.source.fingerprint:
             raise CheckpointError(
                 f"{path}: was trained on other data than {self.source.name} holds now; use a new folder"
+            )
+        if Conditioning.from_state(checkpoint.state.get("condition")) != self.condition.sizes:
+            raise CheckpointError(
+                f"{path}: was trained with other classes or another text encoder ({self.config.condition.encoder!r} now "
+                "has other weights); put them back, or use a new folder"
             )
         self.model.load_state_dict(checkpoint.tensors["model"])
         self.ema.model.load_state_dict(checkpoint.tensors["ema"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +18,7 @@ from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
 from scalelong.training.config import MAY_CHANGE, RunConfig, differences
 from scalelong.training.events import CHECKPOINT_KIND, METRICS, read_events
+from scalelong.training.sizes import Conditioning
 from scalelong.training.yaml_file import from_yaml, to_yaml
 
 CONFIG = "config.yaml"
@@ -94,6 +95,7 @@ class TrainedRun:
     objective: Objective
     shape: Shape
     step: int
+    sizes: Conditioning = field(default_factory=Conditioning)  # of what the network is told
 
 
 def load_run(
@@ -116,7 +118,8 @@ def load_run(
     checkpoint = load_checkpoint(found[chosen], only=(weights,))
     config = from_yaml(folder / CONFIG)
     channels, height, width = checkpoint.state["shape"]
-    model = build_model(config, (channels, height, width))
+    sizes = Conditioning.from_state(checkpoint.state.get("condition"))
+    model = build_model(config, (channels, height, width), sizes)
     model.load_state_dict(checkpoint.tensors[weights])
     model.to(device).eval().requires_grad_(False)
-    return TrainedRun(folder, config, model, build_objective(config), (channels, height, width), chosen)
+    return TrainedRun(folder, config, model, build_objective(config), (channels, height, width), chosen, sizes)

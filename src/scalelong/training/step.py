@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Objective, draw_time_and_noise
+from scalelong.training.condition import Condition
 from scalelong.training.config import RunConfig
 from scalelong.training.guard import Suspects, find_suspects
 
@@ -61,9 +62,16 @@ class Stepper:
     """The model under training with its optimizer, on one rank of `world_size`."""
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, objective: Objective, device: torch.device, world_size: int
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        objective: Objective,
+        device: torch.device,
+        world_size: int,
+        condition: Condition | None = None,  # None: the network is told nothing
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
+        self.condition = condition or Condition(device)
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -95,8 +103,9 @@ class Stepper:
                 t, noise = draw_time_and_noise(
                     self.objective.process, self.config.training.seed, batch.index, batch.images.shape[1:]
                 )
+                given = self.condition.of_batch(batch)
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                loss = self.objective.loss(self.net, batch.images, noise, t)
+                loss = self.objective.loss(self.net, batch.images, noise, t, **given)
             with self._sync_only_at(part == parts - 1):
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())

@@ -1,0 +1,163 @@
+"""Captions as features of a text encoder: computed once with any encoder of transformers, then read from a file.
+
+The file is named after the encoder, the captions and the number of tokens, and can be carried to a machine that has
+neither the encoder nor a network. Shapes: n captions, T tokens, D width of the encoder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from scalelong.data.cache import cache_dir, file_digest
+from scalelong.data.errors import DataError
+from scalelong.data.fetch import fetch
+
+logger = logging.getLogger(__name__)
+
+MINILM = "minilm"  # the encoder that `scalelong data fetch` can get
+
+
+@dataclass(frozen=True)
+class TextFeatures:
+    """What the network is told of each caption."""
+
+    rows: Tensor  # float16 (n, T, D)
+    null: Tensor  # float16 (T, D), of the empty caption
+    encoder: str  # sha256 of the encoder's weights
+
+
+class TextEncoder:
+    """A tokenizer and a text model; texts are cut or padded to `max_tokens`."""
+
+    def __init__(self, name: str, max_tokens: int, root: str | Path | None = None, device: str | torch.device = "cpu"):
+        where = str(fetch(MINILM, root)) if name == MINILM else str(Path(name).expanduser())
+        where = where if Path(where).is_dir() else name
+        self.name, self.max_tokens, self.device = name, max_tokens, torch.device(device)
+        self._tokenizer, self._model, limit = _load(where, name)
+        if max_tokens > limit:
+            raise ValueError(f"condition.max_tokens: {max_tokens}, but {name} reads at most {limit}; use that or less")
+        self._model.to(self.device).eval().requires_grad_(False)
+        self._keeps_padding = type(self._model).__name__.startswith("CLIP")  # as those who condition on CLIP do
+        self.fingerprint = _fingerprint(self._model)
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str], batch_size: int = 64) -> Tensor:
+        """float16 (n, T, D) on the CPU; beyond the end of a text zeros, except for CLIP, which has features there too."""
+        parts = []
+        for start in tqdm(range(0, len(texts), batch_size), desc=f"encode with {self.name}", disable=None):
+            tokens = self._tokenizer(
+                list(texts[start : start + batch_size]),
+                padding="max_length",
+                truncation=True,
+                max_length=self.max_tokens,
+                return_tensors="pt",
+            ).to(self.device)
+            if self._keeps_padding:
+                hidden = self._model(input_ids=tokens["input_ids"]).last_hidden_state
+            else:
+                mask = tokens["attention_mask"]
+                hidden = self._model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
+                hidden = hidden * mask[..., None]
+            parts.append(hidden.half().cpu())
+        return torch.cat(parts)
+
+
+def encode_text(
+    captions: Sequence[str],
+    encoder: str,
+    max_tokens: int,
+    *,
+    root: str | Path | None = None,
+    device: str | torch.device = "cpu",
+) -> TextFeatures:
+    """The features of these captions, from the cache folder or computed into it."""
+    path = feature_file(captions, encoder, max_tokens, root)
+    if path.is_file():
+        return read_features(path, len(captions))
+    model = TextEncoder(encoder, max_tokens, root, device)
+    rows = model(["", *captions])
+    found = TextFeatures(rows[1:].clone(), rows[0].clone(), model.fingerprint)
+    _write(found, path)
+    logger.info("%s: features of %d captions by %s", path, len(captions), encoder)
+    return found
+
+
+def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: str | Path | None = None) -> Path:
+    """Where the features of these captions lie; a folder's encoder goes by its weights, any other by its name."""
+    folder = Path(encoder).expanduser()
+    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    name = ",".join([encoder if not folder.is_dir() else "folder", *(file_digest(file, "sha256") for file in weights)])
+    digest = hashlib.sha256(f"{name}\0{max_tokens}\0".encode())
+    for caption in captions:
+        digest.update(caption.encode() + b"\0")
+    label = re.sub(r"[^\w.-]+", "-", folder.name)
+    return cache_dir(root) / "text" / f"{label}-{max_tokens}-{digest.hexdigest()[:16]}.safetensors"
+
+
+def read_features(path: Path, count: int) -> TextFeatures:
+    """A feature file, its rows mapped from the disk; refused where it is cut short or of another number of captions."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path}: not a whole feature file ({error}); delete it to make it again", "truncated"
+        ) from error
+    if len(found.rows) != count:
+        raise DataError(f"{path}: features of {len(found.rows)} captions for {count}; delete it to make it again")
+    return found
+
+
+def _write(found: TextFeatures, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({"rows": found.rows, "null": found.null}, staged, metadata={"encoder": found.encoder})
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _load(where: str, name: str) -> tuple[Any, Any, int]:
+    """(tokenizer, text model, how many tokens it reads)."""
+    try:
+        from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel
+    except ImportError as error:
+        raise ImportError("condition.encoder: text needs transformers; pip install 'scalelong[text]'") from error
+    try:
+        config = AutoConfig.from_pretrained(where)
+        tokenizer = AutoTokenizer.from_pretrained(where)
+        clip = config.model_type.startswith("clip")
+        model = (CLIPTextModel if clip else AutoModel).from_pretrained(where, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(
+            f"condition.encoder: {name!r} could not be loaded ({reason}); say minilm, a hub name or a folder of "
+            "transformers with safetensors",
+            "missing",
+        ) from error
+    limit = min(
+        tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+    )
+    return tokenizer, model, limit
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
