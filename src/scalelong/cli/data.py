@@ -1,4 +1,4 @@
-"""Fetch and check data sets.
+"""Fetch, check and encode data sets.
 
 Example: scalelong data fetch cifar10
 """
@@ -9,9 +9,12 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 import tyro
 
+from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import KNOWN, check, load_source
+from scalelong.data.encode import Origin, encode
 from scalelong.data.fetch import fetch
 
 
@@ -28,9 +31,25 @@ class Fetch:
 class Check:
     """List every bad file of a data set."""
 
-    name: tyro.conf.Positional[str]  # a name, folder:PATH or hf:NAME
+    name: tyro.conf.Positional[str]  # a name, or one of the forms of `scalelong data list`
     root: str | None = None
     split: str = "train"
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Turn a set of images into the latents of an autoencoder; the same command again goes on where it stood."""
+
+    name: tyro.conf.Positional[str]  # a data set of images
+    autoencoder: str  # a diffusers AutoencoderKL: a folder, or a name on the hub
+    out: str  # the folder of the latents; train on latents:FOLDER
+    batch_size: int = 64
+    per_shard: int = 1024  # images per file
+    scale: float | None = None  # latents are multiplied by this; default: the autoencoder's scaling factor
+    image_size: int | None = None  # crop and resize to this
+    split: str = "train"
+    root: str | None = None
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -41,20 +60,36 @@ class List:
 Command = (
     Annotated[Fetch, tyro.conf.subcommand("fetch")]
     | Annotated[Check, tyro.conf.subcommand("check")]
+    | Annotated[Encode, tyro.conf.subcommand("encode")]
     | Annotated[List, tyro.conf.subcommand("list")]
 )
 
 
 def main(arguments: list[str]) -> None:
-    """Run one of fetch, check, list."""
-    command: Fetch | Check | List = tyro.cli(Command, args=arguments, prog="scalelong data", description=__doc__)
+    """Run one of fetch, check, encode, list."""
+    command: Fetch | Check | Encode | List = tyro.cli(
+        Command, args=arguments, prog="scalelong data", description=__doc__
+    )
     match command:
         case Fetch(name, source, root):
             print(f"{name}: verified in {fetch(name, root, source)}")
         case Check(name, root, split):
             _check(name, root, split)
+        case Encode():
+            _encode(command)
         case List():
             print("\n".join(KNOWN))
+
+
+def _encode(command: Encode) -> None:
+    source = load_source(command.name, image_size=command.image_size, split=command.split, root=command.root)
+    autoencoder = load_autoencoder(command.autoencoder, command.device, command.scale)
+    origin = Origin(command.name, command.image_size, command.split)
+    folder = encode(
+        source, autoencoder, command.out, origin, batch_size=command.batch_size, per_shard=command.per_shard
+    )
+    shape = " x ".join(map(str, autoencoder.latent_shape(source.shape)))
+    print(f"{len(source):,} images and their mirror images as latents of {shape}: train on latents:{folder}")
 
 
 def _check(name: str, root: str | None, split: str) -> None:

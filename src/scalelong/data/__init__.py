@@ -2,8 +2,8 @@
 
 from scalelong.data.base import MemorySource, Source
 from scalelong.data.cache import Problem, cache_dir
+from scalelong.data.check import check
 from scalelong.data.errors import DataError
-from scalelong.data.fetch import check
 from scalelong.data.images import to_float, to_uint8
 from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader
 from scalelong.data.order import sample_to_item

@@ -1,4 +1,4 @@
-"""Get a data set once, verified by hash, and list what is wrong with one that is there."""
+"""Get a data set once, verified by hash."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
-from scalelong.data import cifar10, emoji, fashion_mnist
+from scalelong.data import cifar10, fashion_mnist, minilm
 from scalelong.data.cache import Expected, Problem, bad_files, cache_dir, staged
 from scalelong.data.errors import DataError
-from scalelong.data.folder import image_files
-from scalelong.data.huggingface import HuggingFaceSource
-from scalelong.data.images import open_rgb, threaded
-from scalelong.data.names import parse_name
-
-__all__ = ["Problem", "cache_dir", "check", "fetch"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +30,10 @@ class _Recipe:
 
 
 def _recipe(name: str) -> _Recipe:
-    if name not in ("cifar10", "fashion_mnist"):
-        raise DataError(f"data.name: nothing to fetch for {name!r}; what can be fetched: cifar10, fashion_mnist")
-    room = cifar10 if name == "cifar10" else fashion_mnist
+    rooms = {"cifar10": cifar10, "fashion_mnist": fashion_mnist, "minilm": minilm}
+    if name not in rooms:
+        raise DataError(f"data.name: nothing to fetch for {name!r}; what can be fetched: {', '.join(rooms)}")
+    room = rooms[name]
     return _Recipe(room.FILES, room.ALGORITHM, room.OWN_COPIES, room.unpack, room.ROUTES, room.REMEDY)
 
 
@@ -87,47 +80,7 @@ def _verify(files: Path, recipe: _Recipe) -> None:
         raise DataError(f"refused, nothing was kept ({listed}); get a whole copy and try again", problems[0].kind)
 
 
-def check(name: str, *, root: str | Path | None = None, split: str = "train") -> list[Problem]:
-    """Every bad file (or row) of a source; an empty list means that all of it was read and is right."""
-    kind, rest = parse_name(name)
-    if kind == "folder":
-        return _check_folder(Path(rest).expanduser())
-    if kind == "hf":
-        return _check_rows(rest, split, root)
-    if rest == "emoji32":
-        return bad_files(emoji.ASSETS, emoji.FILES, emoji.ALGORITHM, "install the package again")
-    if rest == "digits":
-        return []  # inside scikit-learn
-    recipe = _recipe(rest)
-    return bad_files(cache_dir(root) / rest, recipe.files, recipe.algorithm, f"run fetch({rest!r})")
-
-
-def _check_folder(folder: Path) -> list[Problem]:
-    try:
-        files = image_files(folder)
-    except DataError as error:
-        return [Problem(str(folder), error.kind, str(error))]
-    found = threaded(_file_problem, [folder / name for name in files])
-    return [problem for problem in tqdm(found, total=len(files), desc=folder.name, disable=None) if problem]
-
-
-def _file_problem(path: Path) -> Problem | None:
-    try:
-        open_rgb(path, str(path))
-    except DataError as error:
-        return Problem(str(path), error.kind, str(error))
-    return None
-
-
-def _check_rows(name: str, split: str, root: str | Path | None) -> list[Problem]:
-    try:
-        source = HuggingFaceSource(name, image_size=1, split=split, root=root)  # a size, so that no row is read yet
-    except DataError as error:
-        return [Problem(name, error.kind, str(error))]
-    problems = []
-    for item in tqdm(range(len(source)), desc=name, disable=None):
-        try:
-            source.open(item)
-        except DataError as error:
-            problems.append(Problem(f"{name} row {item}", error.kind, str(error)))
-    return problems
+def bad_fetched(name: str, root: str | Path | None = None) -> list[Problem]:
+    """Every bad file of a set that can be fetched."""
+    recipe = _recipe(name)
+    return bad_files(cache_dir(root) / name, recipe.files, recipe.algorithm, f"run fetch({name!r})")

@@ -33,8 +33,8 @@ class HuggingFaceSource(PictureSource):
         rows = _load(name, split, None if root is None else str(root))
         if len(rows) == 0:
             raise DataError(f"{self.name}: split {split!r} has no rows; choose another data.split", "missing")
-        self._column = _image_column(rows, self.name)
-        self._rows = rows.cast_column(self._column, _datasets().Image(decode=False))
+        self._column = image_column(rows, self.name)
+        self._rows = rows.cast_column(self._column, library().Image(decode=False))
         self.image_size = image_size
         self.labels, self.class_names = _labels(rows, self.name)
         self.num_classes = len(self.class_names)
@@ -48,12 +48,7 @@ class HuggingFaceSource(PictureSource):
         return f"{self.name} row {item}"
 
     def open(self, item: int) -> Image.Image:
-        where, cell = self.where(item), self._cell(item)
-        if cell is None:
-            raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
-        if cell.get("bytes") is not None:
-            return open_rgb(io.BytesIO(cell["bytes"]), where)
-        return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
+        return cell_image(self._cell(item), self.where(item))
 
     def _cell(self, item: int) -> dict[str, Any] | None:
         cell: dict[str, Any] | None = self._rows[item][self._column]
@@ -69,7 +64,17 @@ class HuggingFaceSource(PictureSource):
         return digest.hexdigest()
 
 
-def _datasets() -> Any:
+def cell_image(cell: dict[str, Any] | None, where: str) -> Image.Image:
+    """Decode one undecoded cell of an image column."""
+    if cell is None:
+        raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
+    if cell.get("bytes") is not None:
+        return open_rgb(io.BytesIO(cell["bytes"]), where)
+    return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
+
+
+def library() -> Any:
+    """Hugging Face datasets, which is an extra."""
     try:
         import datasets
     except ImportError as error:
@@ -77,9 +82,9 @@ def _datasets() -> Any:
     return datasets
 
 
-def _load(name: str, split: str, cache: str | None) -> Any:
+def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> Any:
     """The rows of one split; whatever the library raises becomes a DataError that says what to do."""
-    datasets = _datasets()
+    datasets = library()
     path = Path(name).expanduser()
     remedy = (
         "write it again"
@@ -89,15 +94,21 @@ def _load(name: str, split: str, cache: str | None) -> Any:
     )
     try:
         if path.is_dir():
-            return _load_local(datasets, path, split, cache)
-        return datasets.load_dataset(name, split=split, cache_dir=cache)
+            return _load_local(datasets, path, split, cache, streaming)
+        return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}", "unreadable") from error
 
 
-def _load_local(datasets: Any, path: Path, split: str, cache: str | None) -> Any:
+def open_stream(name: str, split: str) -> Any:
+    """The rows of one split as a stream that nothing is stored of."""
+    rows = _load(name, split, None, streaming=True)
+    return rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
+
+
+def _load_local(datasets: Any, path: Path, split: str, cache: str | None, streaming: bool) -> Any:
     if (path / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(str(path))
         if split not in splits:
@@ -105,7 +116,8 @@ def _load_local(datasets: Any, path: Path, split: str, cache: str | None) -> Any
         return splits[split]
     if (path / "state.json").is_file():
         return datasets.load_from_disk(str(path))
-    return datasets.load_dataset("parquet", data_files=_parquet_files(path, split), split="train", cache_dir=cache)
+    files = _parquet_files(path, split)
+    return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache, streaming=streaming)
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
@@ -130,8 +142,9 @@ def _parquet_files(path: Path, split: str) -> list[str]:
     return chosen
 
 
-def _image_column(rows: Any, where: str) -> str:
-    datasets = _datasets()
+def image_column(rows: Any, where: str) -> str:
+    """The column that holds the pictures."""
+    datasets = library()
     images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     images = images or [
         name
@@ -144,19 +157,25 @@ def _image_column(rows: Any, where: str) -> str:
     return named[0] if named else images[0]
 
 
-def _labels(rows: Any, where: str) -> tuple[Tensor | None, list[str]]:
-    """Labels and class names; both empty where there is no label column."""
-    datasets = _datasets()
+def label_column(rows: Any) -> tuple[str | None, list[str]]:
+    """The column of labels, if there is one, and the class names that it knows."""
+    datasets = library()
     classed = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]
     whole = [name for name in _LABEL_NAMES if str(_dtype(rows.features.get(name))).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)
+    return column, list(rows.features[column].names) if column in classed else []
+
+
+def _labels(rows: Any, where: str) -> tuple[Tensor | None, list[str]]:
+    """Labels and class names; both empty where there is no label column."""
+    column, names = label_column(rows)
     if column is None:
         return None, []
     cells = list(rows[column])
     if None in cells:
         raise DataError(f"{where} row {cells.index(None)}: column {column!r} has no label; filter such rows out")
     labels = torch.tensor(cells, dtype=torch.int64)
-    names = list(rows.features[column].names) if column in classed else [str(k) for k in range(int(labels.max()) + 1)]
+    names = names or [str(k) for k in range(int(labels.max()) + 1)]
     return checked_labels(labels, len(names), f"{where} column {column!r}"), names
 
 
@@ -170,6 +189,12 @@ def _captions(rows: Any, image_column: str) -> list[str] | None:
         if all(isinstance(cell, str) for cell in first):
             return first
     return None
+
+
+def caption_column(rows: Any, image_column: str) -> str | None:
+    """The first column of plain text with a name that captions have."""
+    names = [name for name in _CAPTION_NAMES if name != image_column]
+    return next((name for name in names if _dtype(rows.features.get(name)) in ("string", "large_string")), None)
 
 
 def _dtype(feature: Any) -> Any:

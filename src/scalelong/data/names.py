@@ -9,16 +9,26 @@ from typing import Literal
 from scalelong.data.errors import DataError
 
 NAMED = ("cifar10", "digits", "emoji32", "fashion_mnist")
-KNOWN = (*NAMED, "folder:PATH", "hf:NAME_OR_PATH")
+Kind = Literal["named", "folder", "hf", "hf-stream", "latents", "celeba", "imagenet64", "coco", "webdataset"]
+PREFIXED: dict[str, Kind] = {
+    "folder:PATH": "folder",
+    "celeba:PATH": "celeba",
+    "imagenet64:PATH": "imagenet64",
+    "coco:PATH": "coco",
+    "webdataset:PATTERN": "webdataset",
+    "hf:NAME_OR_PATH": "hf",
+    "hf-stream:NAME_OR_PATH": "hf-stream",
+    "latents:PATH": "latents",
+}
+KNOWN = (*NAMED, *PREFIXED)
 
 
-def parse_name(name: str) -> tuple[Literal["named", "folder", "hf"], str]:
+def parse_name(name: str) -> tuple[Kind, str]:
     """What kind of source a name means, and the name or path without its prefix."""
     prefix, _, rest = name.partition(":")
-    if prefix == "folder" and rest:
-        return "folder", rest
-    if prefix == "hf" and rest:
-        return "hf", rest
+    kinds = {kind: kind for kind in PREFIXED.values()}
+    if prefix in kinds and rest:
+        return kinds[prefix], rest
     if name in NAMED:
         return "named", name
     if name and Path(name).expanduser().is_dir():

@@ -1,4 +1,4 @@
-"""One way in: `load_source("digits")`, a folder, or a Hugging Face data set."""
+"""One way in: `load_source("digits")`, a folder, shards, latents, or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import torch
 
 from scalelong.data import cifar10, fashion_mnist
 from scalelong.data.base import MemorySource, Source
+from scalelong.data.celeba import CelebASource
+from scalelong.data.coco import CocoSource
 from scalelong.data.emoji import load_emoji
 from scalelong.data.errors import DataError
 from scalelong.data.fetch import fetch
 from scalelong.data.folder import FolderSource
 from scalelong.data.huggingface import HuggingFaceSource
+from scalelong.data.imagenet64 import load_imagenet64
 from scalelong.data.images import resize_all
-from scalelong.data.names import KNOWN, parse_name
+from scalelong.data.latents import LatentSource
+from scalelong.data.names import KNOWN, Kind, parse_name
+from scalelong.data.streaming import StreamedSource
+from scalelong.data.webdataset import WebDatasetSource
 
 __all__ = ["KNOWN", "Source", "load_source"]
 
@@ -30,10 +36,8 @@ def load_source(
     if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
         raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
     kind, name = parse_name(str(name_or_path))
-    if kind == "folder":
-        return FolderSource(name, image_size, split)
-    if kind == "hf":
-        return HuggingFaceSource(name, image_size, split, root)
+    if kind != "named":
+        return _prefixed(kind, name, image_size, split, root)
     splits, loader = _NAMED[name]
     if split not in splits:
         raise DataError(f"data.split: {name} has no {split!r}; it has {', '.join(splits)}", "missing")
@@ -41,6 +45,26 @@ def load_source(
     if image_size is None or image_size == source.shape[-1]:
         return source
     return MemorySource(name, resize_all(source.images, image_size), source.labels, source.class_names, source.captions)
+
+
+def _prefixed(kind: Kind, name: str, image_size: int | None, split: str, root: Root) -> Source:
+    match kind:
+        case "hf":
+            return HuggingFaceSource(name, image_size, split, root)
+        case "hf-stream":
+            return StreamedSource(name, image_size, split)
+        case "latents":
+            return LatentSource(name, image_size, split)
+        case "celeba":
+            return CelebASource(name, image_size, split)
+        case "imagenet64":
+            return load_imagenet64(name, image_size, split, root)
+        case "coco":
+            return CocoSource(name, image_size, split)
+        case "webdataset":
+            return WebDatasetSource(name, image_size, split, root)
+        case _:
+            return FolderSource(name, image_size, split)
 
 
 def _digits(_split: str, _root: Root) -> MemorySource:

@@ -1,0 +1,137 @@
+"""Autoencoders of latent diffusion: any AutoencoderKL of diffusers, and a small one that trains in minutes.
+
+Shapes: B images (B, 3, H, W) in [-1, 1]; latents (B, C, h, w) with h = H / factor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Decode = Callable[[Tensor], Tensor]  # what the network was trained on -> images in [-1, 1]
+
+
+def small_autoencoder(
+    channels: int = 3, widths: tuple[int, ...] = (16, 32), latent_channels: int = 4, layers: int = 1, size: int = 32
+) -> Any:
+    """A diffusers AutoencoderKL of this many levels; every level after the first halves the image."""
+    from diffusers import AutoencoderKL
+
+    if not widths or any(width < 8 or width % 8 for width in widths):
+        raise ValueError(f"autoencoder.widths: must be multiples of 8, got {widths}; (16, 32) halves the image once")
+    if size % 2 ** (len(widths) - 1):
+        raise ValueError(
+            f"autoencoder.widths: {len(widths)} levels halve the image {len(widths) - 1} times, which {size} pixels do "
+            "not allow; use fewer levels"
+        )
+    return AutoencoderKL(
+        in_channels=channels,
+        out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        block_out_channels=widths,
+        layers_per_block=layers,
+        latent_channels=latent_channels,
+        norm_num_groups=8,
+        sample_size=size,
+        scaling_factor=1.0,
+        force_upcast=False,
+        mid_block_add_attention=False,
+    )
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """An AutoencoderKL, by which its latents are known, and the affine map between them and unit variance."""
+
+    model: Any
+    digest: str
+    scale: float
+    shift: float = 0.0
+
+    @property
+    def factor(self) -> int:
+        """How many pixels one latent stands for, along one side."""
+        return int(2 ** (len(self.model.config.block_out_channels) - 1))
+
+    def latent_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+        """(C, h, w) of the latents of images of this (channels, H, W)."""
+        channels, height, width = shape
+        if channels != self.model.config.in_channels:
+            raise ValueError(
+                f"autoencoder: takes {self.model.config.in_channels} channels, the images have {channels}; "
+                "use an autoencoder trained on such images"
+            )
+        if height % self.factor or width % self.factor:
+            raise ValueError(
+                f"autoencoder: divides each side by {self.factor}, which {height} x {width} pixels do not allow; "
+                "set the image size to a multiple of it"
+            )
+        return self.model.config.latent_channels, height // self.factor, width // self.factor
+
+    def moments(self, images: Tensor) -> Tensor:
+        """(B, 2, C, h, w): mean and log-variance of the latents, before scale and shift."""
+        with torch.no_grad():
+            posterior = self.model.encode(images).latent_dist
+        return torch.stack([posterior.mean, posterior.logvar], dim=1)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images of latents of unit variance, as the denoiser makes them."""
+        dtype, device = self.model.dtype, self.model.device
+        with torch.no_grad():
+            stored = (latents / self.scale + self.shift).to(device, dtype)
+            images: Tensor = self.model.decode(stored).sample.float()
+        return images
+
+
+def load_autoencoder(
+    name_or_folder: str | Path, device: str | torch.device = "cpu", scale: float | None = None
+) -> Autoencoder:
+    """An AutoencoderKL from a folder that `save_pretrained` wrote, or from the hub; `scale` replaces its scaling factor."""
+    from diffusers import AutoencoderKL
+
+    folder = Path(name_or_folder).expanduser()
+    options: dict[str, Any] = {"use_safetensors": True}
+    if not (folder / "config.json").is_file() and not folder.is_dir() and not _is_hub_name(str(name_or_folder)):
+        raise FileNotFoundError(f"autoencoder: {folder} is no folder with a config.json; check the path")
+    if _holds_pipeline(folder):
+        options["subfolder"] = "vae"
+    try:
+        model = AutoencoderKL.from_pretrained(str(folder if folder.is_dir() else name_or_folder), **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"autoencoder: {name_or_folder} cannot be loaded ({str(error).splitlines()[0]}); give a folder written by "
+            "save_pretrained, or a name on the hub while there is a network"
+        ) from error
+    model.eval().requires_grad_(False)
+    digest = autoencoder_digest(model)
+    config = model.config
+    return Autoencoder(
+        model.to(device), digest, float(scale or config.scaling_factor), float(config.get("shift_factor") or 0.0)
+    )
+
+
+def autoencoder_digest(model: Any) -> str:
+    """sha256 of the architecture and the weights: equal wherever the files lie and whatever wrote them."""
+    kept = ("in_channels", "out_channels", "block_out_channels", "layers_per_block", "latent_channels", "act_fn")
+    described = {key: model.config[key] for key in kept}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _holds_pipeline(folder: Path) -> bool:
+    return not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file()

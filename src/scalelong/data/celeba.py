@@ -1,0 +1,92 @@
+"""CelebA, aligned and cropped: 178 x 218 pictures of faces, of which the centre 140 x 140 pixels are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from PIL import Image
+
+from scalelong.data.errors import DataError
+from scalelong.data.folder import image_files
+from scalelong.data.images import open_rgb
+from scalelong.data.pictures import PictureSource
+
+CROP = 140
+SIZE = 64
+IMAGES = "img_align_celeba"
+PARTITIONS = ("list_eval_partition.txt", "list_eval_partition.csv")
+SPLITS = {"train": 0, "val": 1, "test": 2}
+
+
+class CelebASource(PictureSource):
+    """The folder of aligned images; with the official partition file beside it, one split of them."""
+
+    captions = None
+    labels = None
+    num_classes = 0
+
+    def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
+        root = Path(path).expanduser()
+        self.name = f"celeba:{path}"
+        self.class_names = []
+        self.folder = root
+        while (self.folder / IMAGES).is_dir():  # some archives nest it twice
+            self.folder /= IMAGES
+        self.files = _chosen(image_files(self.folder), root, split)
+        self.image_size = image_size or SIZE
+        self.shape = self.common_shape()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def where(self, item: int) -> str:
+        return str(self.folder / self.files[item])
+
+    def open(self, item: int) -> Image.Image:
+        """The centre 140 x 140 pixels."""
+        image = open_rgb(self.folder / self.files[item], self.where(item))
+        width, height = image.size
+        if min(width, height) < CROP:
+            raise DataError(
+                f"{self.where(item)}: {width} x {height} pixels, but {CROP} are cropped from the centre; use the aligned "
+                "and cropped images of 178 x 218, or folder: for other ones"
+            )
+        left, top = (width - CROP) // 2, (height - CROP) // 2
+        return image.crop((left, top, left + CROP, top + CROP))
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr((self.shape, CROP)).encode())
+        for name in self.files:
+            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
+        return digest.hexdigest()
+
+
+def _chosen(files: list[str], root: Path, split: str) -> list[str]:
+    """The files of one split, by the partition file; all of them are training data where there is none."""
+    partition = next((root / name for name in PARTITIONS if (root / name).is_file()), None)
+    if partition is None:
+        if split != "train":
+            raise DataError(
+                f"data.split: {root} has no {PARTITIONS[0]}, so only 'train' is known, not {split!r}", "missing"
+            )
+        return files
+    if split not in SPLITS:
+        raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}", "missing")
+    there, chosen = set(files), []
+    for number, line in enumerate(partition.read_text().splitlines(), 1):
+        words = re.split(r"[,\s]+", line.strip())
+        if words in ([""], ["image_id", "partition"]):
+            continue
+        if len(words) != 2 or words[1] not in ("0", "1", "2"):
+            raise DataError(
+                f"{partition} line {number}: expected a file name and 0, 1 or 2, got {line!r}; get it again"
+            )
+        if words[1] == str(SPLITS[split]):
+            if words[0] not in there:
+                raise DataError(f"{partition} line {number}: {words[0]} is not among the images; restore it", "missing")
+            chosen.append(words[0])
+    if not chosen:
+        raise DataError(f"{partition}: names no image of split {split!r}; get it again", "missing")
+    return chosen

@@ -1,0 +1,161 @@
+"""Train a small autoencoder for latent diffusion: reconstruction and a little KL, in minutes on a CPU.
+
+Shapes: B images (B, 3, H, W) in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from scalelong.backbones.autoencoder import small_autoencoder
+from scalelong.data import Source, make_loader, to_uint8
+from scalelong.data.grid import save_grid
+from scalelong.random import normal
+from scalelong.training.events import METRICS
+
+GRID = "reconstructions.png"
+SETTINGS = "training.json"
+
+
+@dataclass(frozen=True)
+class AutoencoderSettings:
+    """The network and how it is trained."""
+
+    widths: tuple[int, ...] = (16, 32)  # channels per level; every level after the first halves the image
+    latent_channels: int = 4
+    layers: int = 1  # per level
+    steps: int = 1500
+    batch_size: int = 32
+    lr: float = 2e-3  # falls to zero along a cosine
+    loss: Literal["l1", "l2"] = "l1"
+    kl: float = 1e-4  # weight of the KL to N(0, 1), per latent value
+    flip: bool = True
+    seed: int = 0
+    log_every: int = 100
+
+    def __post_init__(self) -> None:
+        for key in ("latent_channels", "layers", "steps", "batch_size", "log_every"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"autoencoder.{key}: must be at least 1, got {getattr(self, key)}")
+        if not self.lr > 0 or not self.kl >= 0:
+            raise ValueError(f"autoencoder: lr must be positive and kl not negative, got {self.lr} and {self.kl}")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it."""
+
+    folder: Path
+    parameters: int
+    psnr: float  # decibels, over `count` images, latents at their mean
+    scale: float
+    count: int
+
+
+def train_autoencoder(
+    source: Source, folder: str | Path, settings: AutoencoderSettings, device: str | torch.device = "cpu"
+) -> Trained:
+    """Train on a source and write the folder (`save_pretrained`, settings, metrics, a grid), whole or not at all."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out: {folder} is there already; choose another folder, or remove it")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = small_autoencoder(
+            source.shape[0], settings.widths, settings.latent_channels, settings.layers, source.shape[1]
+        )
+    model.to(device)
+    staged = folder.parent / f".{folder.name}-staged"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    try:
+        _train(model, source, settings, staged, torch.device(device))
+        trained = _finish(model, source, settings, staged, folder, torch.device(device))
+        if folder.is_dir():
+            folder.rmdir()
+        staged.replace(folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return trained
+
+
+def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Path, device: torch.device) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    loader = make_loader(source, settings.seed, device, flip=settings.flip)
+    size = settings.batch_size
+    batches = loader.batches(torch.arange(step * size, (step + 1) * size) for step in range(settings.steps))
+    with (
+        (folder / METRICS).open("w") as metrics,
+        tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None) as bar,
+    ):
+        for step, batch in enumerate(bar, 1):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * _rate(step, settings.steps)
+            reconstruction, kl = _losses(model, batch.images, batch.index, settings)
+            optimizer.zero_grad(set_to_none=True)
+            (reconstruction + settings.kl * kl).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if step % settings.log_every == 0 or step == settings.steps:
+                record = {"step": step, "reconstruction": float(reconstruction.detach()), "kl": float(kl.detach())}
+                if not math.isfinite(record["reconstruction"]):
+                    raise ValueError(f"autoencoder.lr: the loss is {reconstruction} at step {step}; use a smaller rate")
+                metrics.write(json.dumps(record) + "\n")
+                metrics.flush()
+                bar.set_postfix(reconstruction=f"{record['reconstruction']:.4f}")
+
+
+def _losses(model: Any, images: Tensor, index: Tensor, settings: AutoencoderSettings) -> tuple[Tensor, Tensor]:
+    """Mean reconstruction error, and the mean KL of one latent value to N(0, 1)."""
+    posterior = model.encode(images).latent_dist
+    noise = normal(settings.seed, "autoencoder", index, posterior.mean.shape[1:])
+    decoded = model.decode(posterior.mean + posterior.std * noise).sample
+    error = (decoded - images).abs() if settings.loss == "l1" else (decoded - images).square()
+    kl = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar)
+    return error.mean(), kl.mean()
+
+
+def _rate(step: int, steps: int) -> float:
+    """A short linear warm-up, then a cosine to zero."""
+    return min(1.0, step / (0.02 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
+
+
+def _finish(
+    model: Any, source: Source, settings: AutoencoderSettings, staged: Path, folder: Path, device: torch.device
+) -> Trained:
+    """Measure, fix the scaling factor so that latents have unit variance, and write."""
+    model.eval().requires_grad_(False)
+    count = min(len(source), 512)
+    index = torch.arange(count)
+    images = source.prepare(source.read_many(index.tolist()), settings.seed, index, None)
+    squares, error, decoded = 0.0, 0.0, []
+    for part in torch.split(images, 64):
+        posterior = model.encode(part.to(device)).latent_dist
+        squares += float((posterior.mean.square() + posterior.var).mean()) * len(part)
+        decoded.append(model.decode(posterior.mean).sample.cpu())
+        error += float((decoded[-1].clamp(-1, 1) - part).square().mean()) * len(part)
+    scale = (squares / count) ** -0.5
+    model.register_to_config(scaling_factor=scale)
+    model.save_pretrained(staged)
+    psnr = 10 * math.log10(4.0 / max(error / count, 1e-12))
+    found = {"source": source.name, "fingerprint": source.fingerprint, "psnr": psnr, "images": count}
+    (staged / SETTINGS).write_text(json.dumps({**asdict(settings), **found}, indent=1) + "\n")
+    save_grid(_side_by_side(images, torch.cat(decoded)), staged / GRID, columns=8)
+    return Trained(folder, sum(p.numel() for p in model.parameters()), psnr, scale, count)
+
+
+def _side_by_side(images: Tensor, decoded: Tensor, rows: int = 3) -> Tensor:
+    """Rows of 8 originals, each above the row of their reconstructions; evenly spread over the images."""
+    n = min(len(images), 8 * rows) // 8 * 8 or len(images)
+    chosen = torch.linspace(0, len(images) - 1, n).long()
+    pairs = [torch.cat([images[part], decoded[part]]) for part in torch.split(chosen, 8)]
+    return to_uint8(torch.cat(pairs))
