@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalelong.methods import ScalingConfig
 from scalelong.scaling import (
     LearnedScaling,
-    ScalingConfig,
     SkipSize,
     constant_coefficients,
     reversed_coefficients,

@@ -10,23 +10,23 @@ innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
     cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
     ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling
 
-A `Scaling` gives the coefficient of a skip apart from applying it, so that a consumer can fuse the two.
+A `Scaling` gives the coefficient of a skip apart from applying it, so that a consumer can fuse the two. What others do to
+skips stands in `peers`, the names and options of all methods in `methods`.
 
 Shapes: B batch, T tokens, C channels, N the gated size (T or C). A skip is (B, T, C) or (B, C, *spatial).
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from scalelong.gates import ACTIVATIONS, InstanceEnhance, LearnableKappa, SqueezeExcite
+from scalelong.gates import InstanceEnhance, LearnableKappa, SqueezeExcite
 
 Coefficient = float | Tensor
 Axis = Literal["tokens", "channels"]
@@ -39,6 +39,24 @@ class SkipSize:
     channels: int
     tokens: int | None = None  # known and fixed only for transformers
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
+    main: int | None = None  # channels of what the skip is joined with; known where a method asks for it
+    stage: int | None = None  # 1 = the lowest resolution of the decoder; known where a method asks for it
+
+
+@dataclass(frozen=True)
+class Description:
+    """A method and its options."""
+
+    method: str
+    options: Mapping[str, Any]
+
+    def to_json(self, num_skips: int) -> dict[str, Any]:
+        """What is stored beside weights."""
+        return {"method": self.method, "options": dict(self.options), "num_skips": num_skips}
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if k != "allow_amplify" or v)
+        return f"{self.method}({shown})" if shown else self.method
 
 
 # ----------------------------------------------------------------------------------------------- constant coefficients
@@ -66,7 +84,9 @@ class Scaling(nn.Module):
     """The coefficients of all long skips of one model; index i counts from 1 at the outermost skip."""
 
     num_skips: int
-    config: ScalingConfig
+    config: Description
+    fusible = True  # `coefficient` says all that is done to a skip
+    changes_main = False  # `main` does something
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         """kappa_i: a number, or a tensor that broadcasts against the skip, (B, T, 1), (B, 1, C) or (B, C, 1, ...)."""
@@ -76,6 +96,14 @@ class Scaling(nn.Module):
         """kappa_i * x_i."""
         coefficient = self.coefficient(index, skip)
         return skip if isinstance(coefficient, float) and coefficient == 1.0 else skip * coefficient
+
+    def main(self, index: int, main: Tensor) -> Tensor:  # noqa: ARG002
+        """What skip i is joined with, as it goes into the join."""
+        return main
+
+    def branch(self, block: int, output: Tensor) -> Tensor:  # noqa: ARG002
+        """What a residual branch of a block adds."""
+        return output
 
     def current(self) -> list[float]:
         """kappa_i now: the constants, or the mean of what the gates gave on the last forward (nan before the first)."""
@@ -145,89 +173,10 @@ class LearnedScaling(Scaling):
         return [float(mean) for mean in self.last_mean]
 
 
-# --------------------------------------------------------------------------------------- from a name and options to one
-
-
-@dataclass(frozen=True)
-class ScalingConfig:
-    """A method and its options, checked; what is written beside saved weights."""
-
-    method: str
-    options: Mapping[str, Any]
-
-    @staticmethod
-    def create(method: str, **options: Any) -> ScalingConfig:
-        """Check the method, the names of its options and their values; fill in the defaults."""
-        if method not in METHODS:
-            near = difflib.get_close_matches(str(method), METHODS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"scaling.method: unknown {method!r}; {hint}choose one of {', '.join(METHODS)}")
-        defaults, check = METHODS[method].defaults, METHODS[method].check
-        for name in options:
-            if name not in defaults:
-                takes = ", ".join(defaults) or "no options"
-                raise TypeError(
-                    f"scaling.{name}: {method!r} has no such option (got {options[name]!r}); it takes {takes}"
-                )
-        complete = {**defaults, **options}
-        check(complete)
-        return ScalingConfig(method, complete)
-
-    def build(self, sizes: Sequence[SkipSize]) -> Scaling:
-        """The scaling for a model with these skips, outermost first."""
-        scaling = METHODS[self.method].build(sizes, **self.options)
-        scaling.config = self
-        return scaling
-
-    def to_json(self, num_skips: int) -> dict[str, Any]:
-        """What is stored beside weights."""
-        return {"method": self.method, "options": dict(self.options), "num_skips": num_skips}
-
-    def __str__(self) -> str:
-        shown = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if k != "allow_amplify" or v)
-        return f"{self.method}({shown})" if shown else self.method
-
-
-@dataclass(frozen=True)
-class _Method:
-    build: Callable[..., Scaling]
-    defaults: Mapping[str, Any]
-    check: Callable[[Mapping[str, Any]], None] = lambda _: None
-
-
-def _check_kappa(options: Mapping[str, Any]) -> None:
-    kappa = options["kappa"]
-    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
-        raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; the paper advises 0.5 to 0.95")
-    if not (math.isfinite(kappa) and kappa > 0):
-        raise ValueError(f"scaling.kappa: must be in (0, 1], got {kappa}; the paper advises 0.5 to 0.95")
-    if kappa > 1 and not options["allow_amplify"]:
-        raise ValueError(
-            f"scaling.kappa: must be in (0, 1], got {kappa}; pass allow_amplify=True to use it as a control"
-        )
-
-
-def _check_learned(options: Mapping[str, Any]) -> None:
-    _check_choice("module", options["module"], ("se", "ie", "learnable"))
-    _check_choice("activation", options["activation"], ACTIVATIONS)
-    _check_choice("axis", options["axis"], ("auto", "tokens", "channels"))
-    reduction = options["reduction"]
-    if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
-        raise ValueError(
-            f"scaling.reduction: must be a whole number of at least 1, got {reduction!r}; the paper has 16"
-        )
-    if not isinstance(options["shared"], bool):
-        raise TypeError(f"scaling.shared: must be True or False, got {options['shared']!r}")
-
-
-def _check_choice(key: str, value: Any, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"scaling.{key}: unknown {value!r}; choose one of {', '.join(allowed)}")
-
-
-def _build_learned(
+def learned_scaling(
     sizes: Sequence[SkipSize], shared: bool, reduction: int, module: str, activation: str, axis: str
-) -> Scaling:
+) -> LearnedScaling:
+    """LS with the gates that the options name."""
     chosen = _choose_axis(sizes, axis)
     gated = [_gated_size(size, chosen) for size in sizes]
     one_each = list(range(len(sizes)))
@@ -261,23 +210,3 @@ def _gated_size(size: SkipSize, axis: Axis) -> int:
     if size.tokens is None:
         raise ValueError("scaling.axis: the number of tokens of this model is not fixed; use axis='channels'")
     return size.tokens
-
-
-def _constant(coefficients: Callable[[int, float], list[float]]) -> Callable[..., Scaling]:
-    def build(sizes: Sequence[SkipSize], kappa: float, allow_amplify: bool) -> Scaling:  # noqa: ARG001
-        return ConstantScaling(coefficients(len(sizes), kappa))
-
-    return build
-
-
-_KAPPA: Mapping[str, Any] = {"kappa": 0.7, "allow_amplify": False}
-_LEARNED: Mapping[str, Any] = {"shared": True, "reduction": 16, "module": "se", "activation": "relu", "axis": "auto"}
-
-METHODS: Mapping[str, _Method] = {
-    "none": _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), 1.0)), {}),
-    "universal": _Method(_constant(universal_coefficients), _KAPPA, _check_kappa),
-    "rsqrt2": _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), 2**-0.5)), {}),
-    "cs": _Method(_constant(constant_coefficients), _KAPPA, _check_kappa),
-    "cs_reversed": _Method(_constant(reversed_coefficients), _KAPPA, _check_kappa),
-    "ls": _Method(_build_learned, _LEARNED, _check_learned),
-}

@@ -8,13 +8,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from scalelong.scaling import Scaling, ScalingConfig
+from scalelong.methods import ScalingConfig
+from scalelong.scaling import Description, Scaling
+from scalelong.skips.branches import residual_branches
 from scalelong.skips.detect import detect
 from scalelong.skips.example import as_call, is_meta
 from scalelong.skips.generate import generated_example
 from scalelong.skips.guard import check_unwrapped
 from scalelong.skips.hooks import ROOT_NAME, attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
 from scalelong.skips.known import known_families, known_skips
+from scalelong.skips.operands import holding_both, with_operands
 from scalelong.skips.placement import after_norm
 from scalelong.skips.reach import measure_reach
 from scalelong.skips.sites import Call, LongSkip, skip_table
@@ -111,7 +114,8 @@ def apply(
     """Scale the long skips of `model` in place.
 
     method: "none", "universal", "rsqrt2", "cs", "cs_reversed" or "ls"; options: kappa and allow_amplify for the constant
-    ones; shared, reduction, module, activation and axis for "ls". On any error the model is left as it was.
+    ones; shared, reduction, module, activation and axis for "ls". Peers: "mp_cat" (t), "layernorm" (affine, eps), "freeu"
+    (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau). On any error the model is left as it was.
     example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
     Skips found this way are checked by `verify` before `apply` returns.
     placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
@@ -125,9 +129,14 @@ def apply(
     skips, detected = _find(model, call)
     if placement != "before":
         skips = _placed(model, skips, config, placement, call)
-    scaling = config.build([skip.size for skip in skips])
-    _match_device_and_dtype(scaling, model)
-    attach(model, skips, scaling)
+    if config.needs == "operands":
+        skips = with_operands(model, skips, call)
+    branches = residual_branches(model) if config.needs == "blocks" else []
+    scaling = config.build([skip.size for skip in skips], len(branches))
+    if scaling.changes_main:
+        skips = holding_both(model, skips, call, method)
+    _match(scaling, model)
+    attach(model, skips, scaling, branches)
     if call is not None and (detected or placement != "before") and not is_meta(model):
         _verify_or_undo(model, call)
     write_config(model, config, len(skips), placement)
@@ -139,10 +148,10 @@ def _placed(
 ) -> list[LongSkip]:
     if placement != "after_norm":
         raise ValueError(f"placement: unknown {placement!r}; choose one of before, after_norm")
-    if config.method == "ls":
+    if not config.is_constant:
         raise ValueError(
-            "placement: 'after_norm' is for constant methods; the gates of 'ls' would see another tensor behind the norm "
-            "than at the shortcut, use placement='before'"
+            f"placement: 'after_norm' is for constant methods; what {config.method!r} does to a skip behind the norm is "
+            "another thing than at the shortcut, use placement='before'"
         )
     return after_norm(model, skips, call if call is not None else generated_example(model))
 
@@ -173,19 +182,21 @@ def coefficients(model: nn.Module) -> list[float]:
     return scaling_of(model).current()
 
 
-def describe(config: ScalingConfig, num_skips: int, placement: Placement) -> dict[str, Any]:
+def describe(config: Description, num_skips: int, placement: Placement) -> dict[str, Any]:
     """What is stored beside weights; the usual placement goes without saying."""
     stored = config.to_json(num_skips)
     return stored if placement == "before" else {**stored, "placement": placement}
 
 
-def _match_device_and_dtype(scaling: Scaling, model: nn.Module) -> None:
+def _match(scaling: Scaling, model: nn.Module) -> None:
+    """The model's device, dtype and mode."""
+    scaling.train(model.training)
     reference = next((p for p in model.parameters() if p.is_floating_point()), None)
     if reference is not None:
         scaling.to(device=reference.device, dtype=reference.dtype)
 
 
-def write_config(model: Any, config: ScalingConfig | None, num_skips: int = 0, placement: Placement = "before") -> None:
+def write_config(model: Any, config: Description | None, num_skips: int = 0, placement: Placement = "before") -> None:
     """Write the scaling into a diffusers model's config, which `save_pretrained` stores, or take it out again."""
     if not hasattr(model, "register_to_config"):
         return

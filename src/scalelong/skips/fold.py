@@ -63,7 +63,8 @@ def fold(model: nn.Module, *args: Any, tolerance: float = 1e-6, **kwargs: Any) -
     scaling = scaling_of(model)
     if not isinstance(scaling, ConstantScaling):
         raise ValueError(
-            f"fold: the gates of {scaling.config} depend on the data and cannot be weights; only constants can be folded"
+            f"fold: what {scaling.config} does is no fixed number per skip, so no weights can stand for it; only the "
+            "constant methods can be folded"
         )
     if is_meta(model):
         raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")

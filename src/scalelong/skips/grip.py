@@ -111,6 +111,14 @@ def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[tuple[Mo
         node = children[0]
 
 
+def slice_of_joined(trace: Trace, loop: Loop, reasons: list[str]) -> tuple[ModuleCall, ChannelSlice] | None:
+    """The call that alone is handed all that was joined, and the skip's channels in it."""
+    for call, take, _ in _as_slice(trace, loop, reasons):
+        if isinstance(take, ChannelSlice):
+            return call, take
+    return None
+
+
 def _trouble_of_slice(trace: Trace, call: ModuleCall, node: int) -> str | None:
     if _calls(trace, call) > 1:
         return f"{call.name} is called {_calls(trace, call)} times in one forward"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.scaling import ConstantScaling, Scaling
+from scalelong.scaling import Scaling
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -53,18 +53,19 @@ def check_state_dict(
                 f"state_dict.{here}{key}: shape {tuple(given[key].shape)} does not fit {tuple(value.shape)} of "
                 f"{scaling.config} on {scaling.num_skips} skips; the weights belong to another number or size of skips"
             )
-    if isinstance(scaling, ConstantScaling) and not _close(given["kappa"], scaling.values):
-        saved = [round(float(k), 4) for k in given["kappa"]]
-        raise ValueError(
-            f"state_dict.{here}kappa: the weights were trained with {saved}, the model applies "
-            f"{[round(k, 4) for k in scaling.values]}; apply the same method and kappa first"
-        )
+    for key in _constants(scaling):
+        if not _close(given[key], expected[key]):
+            raise ValueError(
+                f"state_dict.{here}{key}: the weights were trained with {_rounded(given[key])}, the model applies "
+                f"{_rounded(expected[key])}; apply the same method and options first"
+            )
 
 
 def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
     """Weights without a scaling: complete ones are refused for gates and warned of for constants, parts of a model pass."""
     complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith("scalelong."))
-    if complete and not isinstance(scaling, ConstantScaling):
+    has_gates = any(True for _ in scaling.parameters())
+    if complete and has_gates:
         raise ValueError(
             f"state_dict.{prefix}scalelong.*: the weights hold no gates for {scaling.config}; "
             "to start from weights trained without them, load the weights before scalelong.apply"
@@ -75,12 +76,23 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
             f"the model goes on with {scaling.config}",
             stacklevel=5,
         )
-    if isinstance(scaling, ConstantScaling):
-        state_dict[f"{prefix}scalelong.kappa"] = scaling.kappa
+    if not has_gates:
+        own = scaling.state_dict()
+        state_dict.update({f"{prefix}scalelong.{key}": own[key] for key in _constants(scaling)})
 
 
-def _close(given: Tensor, values: tuple[float, ...]) -> bool:
+def _constants(scaling: Scaling) -> list[str]:
+    """The numbers of a scaling that are fixed, by their keys in its state dict."""
+    fixed = dict(scaling.named_buffers())
+    return [key for key in scaling.state_dict() if key in fixed]
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(float(value), 4) for value in values.flatten()]
+
+
+def _close(given: Tensor, own: Tensor) -> bool:
     """Equal up to what half precision rounds."""
-    if given.is_meta:
+    if given.is_meta or own.is_meta:
         return True
-    return torch.allclose(given.detach().double().cpu(), torch.tensor(values).double(), rtol=1e-2, atol=1e-6)
+    return torch.allclose(given.detach().double().cpu(), own.detach().double().cpu(), rtol=1e-2, atol=1e-6)

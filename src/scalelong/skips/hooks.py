@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scalelong.scaling import Scaling
+from scalelong.skips.branches import Branches
 from scalelong.skips.guard import check_state_dict
 from scalelong.skips.sites import Call, LongSkip, OutputChannels, Take
 
@@ -26,8 +27,9 @@ class Attachment:
     """What stands on a consumer: the scaling of the whole model and which skips this consumer is handed, and where."""
 
     scaling: Scaling
-    takes: tuple[tuple[int, Take], ...]
+    takes: tuple[tuple[int, Take], ...] = ()
     gives: tuple[tuple[int, OutputChannels], ...] = ()
+    block: int | None = None  # the residual block whose branch this module is
 
 
 def scale_incoming_skips(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -47,8 +49,15 @@ def scale_outgoing_skips(module: nn.Module, args: tuple[Any, ...], output: Tenso
     return output
 
 
-def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling) -> None:
-    """Hook every consumer and register the scaling at the root."""
+def scale_branch(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+    """The forward hook of a residual branch."""
+    attachment: Attachment = getattr(module, _ATTACHMENT)
+    assert attachment.block is not None
+    return attachment.scaling.branch(attachment.block, output)
+
+
+def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling, branches: Branches | None = None) -> None:
+    """Hook every consumer, and every residual branch where they are given, and register the scaling at the root."""
     places = [(name, skip.index, place) for skip in skips for name, place in skip.places]
     for name in dict.fromkeys(name for name, _, _ in places):
         here = [(index, place) for other, index, place in places if other == name]
@@ -60,6 +69,10 @@ def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling) -> Non
             module.register_forward_pre_hook(scale_incoming_skips, with_kwargs=True)
         if gives:
             module.register_forward_hook(scale_outgoing_skips)
+    for block, names in enumerate(branches or []):
+        for module in map(model.get_submodule, names):
+            object.__setattr__(module, _ATTACHMENT, Attachment(scaling, block=block))
+            module.register_forward_hook(scale_branch)
     model.add_module(ROOT_NAME, scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
@@ -127,5 +140,5 @@ def _drop_hooks(consumer: nn.Module) -> None:
     for key in [key for key, hook in consumer._forward_pre_hooks.items() if hook is scale_incoming_skips]:
         del consumer._forward_pre_hooks[key]
         consumer._forward_pre_hooks_with_kwargs.pop(key, None)
-    for key in [key for key, hook in consumer._forward_hooks.items() if hook is scale_outgoing_skips]:
+    for key in [key for key, hook in consumer._forward_hooks.items() if hook in (scale_outgoing_skips, scale_branch)]:
         del consumer._forward_hooks[key]

@@ -181,8 +181,10 @@ def _uvit(model: Any) -> Iterator[Found]:
     blocks = len(model.out_blocks)
     for b in range(blocks):
         consumer = f"out_blocks.{b}.skip_linear"
-        size = SkipSize(model.out_blocks[b].skip_linear.out_features, model.num_tokens, channels_last=True)
-        yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, Fused(Argument(1, "skip"))
+        width = model.out_blocks[b].skip_linear.out_features
+        size = SkipSize(width, model.num_tokens, channels_last=True, main=width)
+        take = Fused(Argument(1, "skip"), Argument(0, "x"))
+        yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, take
 
 
 def _matrix_unet(model: Any) -> Iterator[Found]:

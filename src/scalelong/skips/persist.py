@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from scalelong.scaling import ScalingConfig
+from scalelong.methods import ScalingConfig
 from scalelong.skips.attach import (
     CONFIG_KEY,
     Placement,

@@ -91,8 +91,8 @@ class ChannelSlice:
         start = self.start % width
         sizes = [start, self.channels, width - start - self.channels]
         before, skip, after = torch.split(joined, sizes, dim=self.dim)
-        parts = [part for part in (before, scaling(index, skip), after) if part.shape[self.dim]]
-        return self.argument.put(call, torch.cat(parts, dim=self.dim))
+        parts = [scaling.main(index, before), scaling(index, skip), scaling.main(index, after)]
+        return self.argument.put(call, torch.cat([part for part in parts if part.shape[self.dim]], dim=self.dim))
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,13 @@ class Fused:
     """The consumer takes the coefficient beside the skip and applies it itself (backbones of ours)."""
 
     argument: Argument
+    main: Argument | None = None  # what the skip is concatenated with, where it is
 
     def scaled(self, call: Call, index: int, scaling: Scaling) -> Call:
+        if self.main is not None and scaling.changes_main:
+            call = self.main.put(call, scaling.main(index, self.main.get(call)))
+        if not scaling.fusible:
+            return self.argument.put(call, scaling(index, self.argument.get(call)))
         args, kwargs = call
         return args, {**kwargs, "coefficient": scaling.coefficient(index, self.argument.get(call))}
 
