@@ -7,9 +7,11 @@ import time
 
 import torch
 
-from scalelong.data import Source, load_source, make_loader
+from scalelong.data import DataError, Source, load_source, make_loader
 from scalelong.training import RunConfig
 from scalelong.training.build import build_model, build_objective
+from scalelong.training.condition import Condition, make_condition
+from scalelong.training.presets import EXPECTED
 from scalelong.training.step import Stepper
 
 
@@ -18,27 +20,50 @@ def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config.checked(on_gpu=device.type == "cuda")
     data = config.data
-    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
-    model = build_model(config, source.shape).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
+    try:
+        source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+        condition = make_condition(config, source, device)
+    except (DataError, OSError) as error:
+        if data.name not in EXPECTED:
+            raise
+        _print_expected(config, error)
+        return
+    model = build_model(config, source.shape, condition.sizes).to(device)
     size = min(probe_batch, config.training.batch_size)
-    seconds = _seconds_per_step(config, model, source, device, size) * config.training.batch_size / size
+    seconds = _seconds_per_step(config, model, source, condition, size) * config.training.batch_size / size
     hours = seconds * config.training.steps / 3600
     print(f"data        {source.name}: {len(source):,} images of {' x '.join(map(str, source.shape))}")
-    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
-    print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
+    _print_size(model)
     if device.type == "cuda":
         print(f"            {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB was the peak at batch {size}")
     print(f"time        about {seconds:.3g} s a step, {hours:.3g} h in all on this {device.type}")
     print(f"            (scaled up from batch {size}, not compiled)")
 
 
+def _print_expected(config: RunConfig, error: Exception) -> None:
+    """What can be told of a preset whose data is not there yet."""
+    shape, sizes = EXPECTED[config.data.name]
+    with torch.device("meta"):
+        model = build_model(config, shape, sizes)
+    print(f"data        not there yet: {error}")
+    print(f"            reckoned with {' x '.join(map(str, shape))}, as this preset expects it")
+    _print_size(model)
+
+
+def _print_size(model: torch.nn.Module) -> None:
+    parameters = sum(p.numel() for p in model.parameters())
+    gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
+    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
+    print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
+
+
 def _seconds_per_step(
-    config: RunConfig, model: torch.nn.Module, source: Source, device: torch.device, size: int
+    config: RunConfig, model: torch.nn.Module, source: Source, condition: Condition, size: int
 ) -> float:
+    device = condition.device
     small = dataclasses.replace(config.training, batch_size=size, accumulate=1, compile="off")
-    stepper = Stepper(dataclasses.replace(config, training=small), model, build_objective(config), device, 1)
+    small_config = dataclasses.replace(config, training=small)
+    stepper = Stepper(small_config, model, build_objective(config), device, 1, condition)
     loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
     times = []
     for _ in range(3):

@@ -5,14 +5,16 @@ Example: scalelong train digits-demo --scaling.method ls --training.steps 200 --
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 import tyro
 
+from scalelong.backbones import as_network
 from scalelong.cli.estimate import print_estimate
-from scalelong.data import to_float
+from scalelong.data.order import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.evaluation.run import EvaluationObserver, Protocol, get_extractor
 from scalelong.stability import OscillationProbe
@@ -77,14 +79,18 @@ def _state(trainer: Trainer) -> str:
 
 
 def oscillation_probe(trainer: Trainer, every: int, size: int = 32) -> OscillationProbe:
-    """A probe on the first images of the data with noise and times of their own."""
+    """A probe on the first images of the data, with their conditions, and with noise and times of their own."""
     source, device = trainer.source, trainer.device
     size = min(size, len(source))
-    images = to_float(source.read_many(range(size)).to(device))
-    index = torch.arange(size, device=device)
+    index = torch.arange(size)
+    images = source.prepare(source.read_many(range(size)).to(device), 0, index.to(device), None)
     process = trainer.objective.process
-    t, noise = draw_time_and_noise(process, trainer.config.training.seed + 1, index, source.shape)
+    t, noise = draw_time_and_noise(process, trainer.config.training.seed + 1, index.to(device), source.shape)
     alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
     scale = process.input_scale(t)[:, None, None, None]
     x = (scale * (alpha * images + sigma * noise)).float()
-    return OscillationProbe(trainer.model, (x, process.network_time(t).float()), every=every)
+    given = trainer.condition.of_rows(caption_rows(0, index, index, source.caption_counts))
+    names = as_network(trainer.model).names
+    first, second, *_ = inspect.signature(trainer.model.forward).parameters
+    inputs = {first: x, second: process.network_time(t).float(), **{names[name]: given[name] for name in given}}
+    return OscillationProbe(trainer.model, inputs, every=every)

@@ -12,6 +12,7 @@ from scalelong import skips
 from scalelong.backbones import UViT, ddpm_cifar10, iddpm_imagenet64, text_latent
 from scalelong.data import to_uint8
 from scalelong.data.base import Shape
+from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process
 from scalelong.training.config import ModelSettings, RunConfig, uvit_config
 from scalelong.training.sizes import Conditioning
@@ -19,9 +20,15 @@ from scalelong.training.sizes import Conditioning
 ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
 
 
-def build_pixels(config: RunConfig, device: torch.device) -> ToPixels:  # noqa: ARG001 (pixels need neither)
-    """How what is drawn becomes images: the one place that every sample of a run passes through."""
-    return to_uint8
+def build_pixels(config: RunConfig, device: torch.device, data: str = "") -> ToPixels:
+    """How what is drawn becomes images: the one place that every sample of a run passes through.
+
+    data: the fingerprint of what the run was trained on; latents that are others by now are refused.
+    """
+    autoencoder = decoder(config.data.name, device, data)
+    if autoencoder is None:
+        return to_uint8
+    return lambda latents: to_uint8(autoencoder.decode(latents))
 
 
 def build_objective(config: RunConfig) -> Objective:

@@ -62,7 +62,11 @@ class Condition:
             return {}
         if self.rows is None:
             raise ValueError("condition: the data is needed to draw as it is; load it, or choose what to draw")
-        return {self.name: self._at(sample_to_item(0, len(self.rows), index))}
+        return self.of_rows(sample_to_item(0, len(self.rows), index))
+
+    def of_rows(self, rows: Tensor) -> Given:
+        """Those of these rows of the labels, or of the captions."""
+        return {self.name: self._at(rows)} if self.name else {}
 
     def guidance(self, scale: float, interval: tuple[float, float] = (0.0, math.inf)) -> Guidance | None:
         """Classifier-free guidance of this strength; None for 1, which is no guidance."""

@@ -6,23 +6,26 @@ Every error names the dotted key as it is written in YAML and on the command lin
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scalelong.backbones import UViTConfig
 from scalelong.diffusion import SAMPLERS, Objective, get_process
 from scalelong.methods import METHODS, ScalingConfig
+from scalelong.training.sizes import Conditioning
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
 OnNonFinite = Literal["raise", "skip", "rewind"]
+ConditionKind = Literal["none", "class", "text"]
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """What is learnt from."""
 
-    name: str = "digits"  # digits, emoji32, cifar10, fashion_mnist, folder:PATH, hf:NAME
+    name: str = "digits"  # digits, emoji32, cifar10, folder:PATH, latents:PATH, ...: see `scalelong data list`
     image_size: int | None = None  # crop and resize to this; default: the data's own size
     split: str = "train"
     flip: bool = True  # mirror half of the images
@@ -43,6 +46,7 @@ class ModelSettings:
     mlp_time_embed: bool = False  # uvit
     channels: tuple[int, ...] = (128, 256, 256, 256)  # unet, one per level
     layers_per_block: int = 2  # unet
+    style: Literal["ddpm", "iddpm"] = "ddpm"  # unet without text: attention at the second level, or at the two deepest
     checkpointing: bool = False  # recompute activations to save memory
 
 
@@ -68,6 +72,16 @@ class ScalingSettings:
         """The options that this method takes."""
         taken = METHODS[self.method].defaults if self.method in METHODS else {}
         return {name: getattr(self, name) for name in taken if hasattr(self, name)}
+
+
+@dataclass(frozen=True)
+class ConditionSettings:
+    """What the network is told beside the noisy image."""
+
+    kind: ConditionKind = "none"
+    drop: float = 0.1  # the share of samples trained without it, for guidance; 0: no null condition at all
+    encoder: str = ""  # text: minilm, a hub name or a folder of transformers
+    max_tokens: int = 77  # text: a caption is cut or padded to this many
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,8 @@ class SamplingSettings:
     steps: int = 0  # 0: the sampler's own
     count: int = 64  # images in a grid
     clip: bool = True  # clamp each guess at the image to [-1, 1]
+    guidance: float = 1.0  # classifier-free guidance; 1: none
+    guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,7 @@ class RunConfig:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    condition: ConditionSettings = field(default_factory=ConditionSettings)
     diffusion: DiffusionSettings = field(default_factory=DiffusionSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
@@ -142,8 +159,11 @@ class RunConfig:
             if value < least:
                 raise ValueError(f"{key}: must be at least {least}, got {value}")
         _check_optimizer(self.optimizer)
+        _check_condition(self.condition, self.sampling)
         if not 0 <= self.training.ema_decay < 1:
             raise ValueError(f"training.ema_decay: must be in [0, 1), got {self.training.ema_decay}")
+        if self.data.name.startswith("latents:") and self.sampling.clip:
+            raise ValueError("sampling.clip: latents are not bound to [-1, 1]; set it to false (--sampling.no-clip)")
         if self.sampling.sampler and self.sampling.sampler not in SAMPLERS:
             raise ValueError(f"sampling.sampler: unknown {self.sampling.sampler!r}; one of {', '.join(SAMPLERS)}")
         parts = world_size * self.training.accumulate
@@ -156,13 +176,13 @@ class RunConfig:
             raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
         return self
 
-    def check_shape(self, shape: tuple[int, int, int]) -> None:
+    def check_shape(self, shape: tuple[int, int, int], given: Conditioning | None = None) -> None:
         """Refuse a model that does not fit images of this shape, before anything is built."""
         channels, height, width = shape
         if height != width:
             raise ValueError(f"data.image_size: images must be square, got {height} x {width}; set data.image_size")
         if self.model.backbone == "uvit":
-            uvit_config(self.model, channels, height)
+            uvit_config(self.model, channels, height, given)
         factor = 2 ** (len(self.model.channels) - 1)
         if self.model.backbone == "unet" and height % factor:
             raise ValueError(
@@ -171,8 +191,9 @@ class RunConfig:
             )
 
 
-def uvit_config(model: ModelSettings, channels: int, image_size: int) -> UViTConfig:
+def uvit_config(model: ModelSettings, channels: int, image_size: int, given: Conditioning | None = None) -> UViTConfig:
     """The U-ViT for images of this size; its errors carry this file's keys."""
+    given = given or Conditioning()
     try:
         return UViTConfig(
             image_size=image_size,
@@ -183,6 +204,9 @@ def uvit_config(model: ModelSettings, channels: int, image_size: int) -> UViTCon
             heads=model.heads,
             mlp_time_embed=model.mlp_time_embed,
             checkpointing=model.checkpointing,
+            num_classes=given.label_rows,
+            text_dim=given.text_dim,
+            text_tokens=given.text_tokens,
         )
     except ValueError as error:
         raise ValueError(str(error).replace("uvit.", "model.", 1)) from None
@@ -193,6 +217,21 @@ def _check_optimizer(optimizer: OptimizerSettings) -> None:
         raise ValueError(f"optimizer.lr: must be positive, got {optimizer.lr}")
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ValueError(f"optimizer.betas: must lie in [0, 1), got {optimizer.betas}")
+
+
+def _check_condition(condition: ConditionSettings, sampling: SamplingSettings) -> None:
+    if not 0 <= condition.drop < 1:
+        raise ValueError(f"condition.drop: must be in [0, 1), got {condition.drop}")
+    if condition.kind == "text" and not condition.encoder:
+        raise ValueError("condition.encoder: text needs one; say minilm, a hub name or a folder of transformers")
+    if sampling.guidance < 0 or not math.isfinite(sampling.guidance):
+        raise ValueError(f"sampling.guidance: must be a number of at least 0, got {sampling.guidance}; 1 is none")
+    low, high = sampling.guidance_interval
+    if not 0 <= low < high:
+        raise ValueError(f"sampling.guidance_interval: must be 0 <= low < high, got ({low}, {high})")
+    if sampling.guidance != 1 and (condition.kind == "none" or condition.drop == 0):
+        lacks = "no condition" if condition.kind == "none" else "condition.drop 0, so no null condition"
+        raise ValueError(f"sampling.guidance: {sampling.guidance} with {lacks}; leave it at 1")
 
 
 _LEAST = {
@@ -213,6 +252,7 @@ _LEAST = {
     "data.workers": 0,
     "data.resident_mb": 0,
     "model.layers_per_block": 1,
+    "condition.max_tokens": 1,
 }
 
 # What may differ when a run is continued: it changes how long a run is or what is written, not what is computed.

@@ -96,6 +96,7 @@ class TrainedRun:
     shape: Shape
     step: int
     sizes: Conditioning = field(default_factory=Conditioning)  # of what the network is told
+    data: str = ""  # fingerprint of what it was trained on
 
 
 def load_run(
@@ -122,4 +123,5 @@ def load_run(
     model = build_model(config, (channels, height, width), sizes)
     model.load_state_dict(checkpoint.tensors[weights])
     model.to(device).eval().requires_grad_(False)
-    return TrainedRun(folder, config, model, build_objective(config), (channels, height, width), chosen, sizes)
+    shape, data = (channels, height, width), checkpoint.state["data"]
+    return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data)
