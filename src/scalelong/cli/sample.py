@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
         precision=command.precision,
         condition=condition.of_drawn,
         guidance=condition.guidance(guidance, settings.guidance_interval),
-        to_pixels=build_pixels(run.config, torch.device(command.device)),
+        to_pixels=build_pixels(run.config, torch.device(command.device), run.data),
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from scalelong.data.errors import DataError
 from scalelong.data.images import to_float, to_uint8
 from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader
 from scalelong.data.order import sample_to_item
-from scalelong.data.sources import KNOWN, load_source
+from scalelong.data.sources import KNOWN, load_source, pixels_of
 
 __all__ = [
     "KNOWN",
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "load_source",
     "make_loader",
+    "pixels_of",
     "sample_to_item",
     "to_float",
     "to_uint8",

@@ -24,6 +24,7 @@ from scalelong.data.cache import Expected, Problem, bad_files
 from scalelong.data.errors import DataError
 from scalelong.random import normal
 
+PREFIX = "latents"
 INDEX = "index.json"
 PLAN = "encoding.json"
 ANNOTATIONS = "annotations.json"
@@ -40,7 +41,7 @@ class LatentSource(Source):
 
     def __init__(self, folder: str | Path, image_size: int | None = None, split: str = "train") -> None:
         self.folder = Path(folder).expanduser()
-        self.name = f"latents:{folder}"
+        self.name = f"{PREFIX}:{folder}"
         self.index = read_index(self.folder)
         if image_size is not None:
             raise DataError(
@@ -110,11 +111,7 @@ class LatentSource(Source):
         return sum(int(shard["bytes"]) for shard in self.index["shards"])
 
     def _digest(self) -> str:
-        """Over the autoencoder and the hashes of all files."""
-        kept = {key: self.index[key] for key in ("shape", "scale", "shift", "annotations")}
-        kept["autoencoder"] = self.index["autoencoder"]["sha256"]
-        kept["shards"] = [shard["sha256"] for shard in self.index["shards"]]
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        return index_digest(self.index)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -132,6 +129,14 @@ def read_index(folder: Path) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         raise DataError(f"{path}: format {index.get('format')!r}, expected {FORMAT!r}; encode again with this version")
     return index
+
+
+def index_digest(index: Mapping[str, Any]) -> str:
+    """The fingerprint of latents: over the autoencoder and the hashes of all files."""
+    kept = {key: index[key] for key in ("shape", "scale", "shift", "annotations")}
+    kept["autoencoder"] = index["autoencoder"]["sha256"]
+    kept["shards"] = [shard["sha256"] for shard in index["shards"]]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def check_latents(folder: Path, index: Mapping[str, Any], whole: bool = True) -> list[Problem]:
@@ -155,6 +160,25 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | tor
             "wrong hash",
         )
     return found
+
+
+def decoder(name: str, device: str | torch.device, fingerprint: str = "") -> Autoencoder | None:
+    """What turns samples of a model trained on the source `name` into images; None where they are images already.
+
+    fingerprint: of the data that the model was trained on; where given, latents made anew since are refused.
+    """
+    prefix, _, folder = name.partition(":")
+    if prefix != PREFIX:
+        return None
+    path = Path(folder).expanduser()
+    index = read_index(path)
+    if fingerprint and fingerprint != index_digest(index):
+        raise DataError(
+            f"{path}: holds other latents than the model was trained on (another autoencoder, or encoded anew); "
+            "put the right ones back",
+            "wrong hash",
+        )
+    return latent_autoencoder(path, index, device)
 
 
 def map_shard(path: Path, shape: tuple[int, ...]) -> Memory:

@@ -47,6 +47,17 @@ def load_source(
     return MemorySource(name, resize_all(source.images, image_size), source.labels, source.class_names, source.captions)
 
 
+def pixels_of(source: Source, root: Root = None) -> Source:
+    """The images that latents were made of; any other source is its own images."""
+    if not isinstance(source, LatentSource):
+        return source
+    origin = source.index["source"]
+    images = load_source(origin["name"], image_size=origin["image_size"], split=origin["split"], root=root)
+    if images.fingerprint != origin["fingerprint"]:
+        raise DataError(f"{images.name}: holds other images than {source.name} were made of; encode them again")
+    return images
+
+
 def _prefixed(kind: Kind, name: str, image_size: int | None, split: str, root: Root) -> Source:
     match kind:
         case "hf":

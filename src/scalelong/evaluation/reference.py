@@ -15,6 +15,7 @@ from tqdm import tqdm
 from scalelong.data.base import Source
 from scalelong.data.cache import cache_dir
 from scalelong.data.images import threaded
+from scalelong.data.sources import pixels_of
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.statistics import FeatureStatistics
 
@@ -64,7 +65,11 @@ def reference_statistics(
     cache: bool = True,
     root: str | Path | None = None,  # the cache folder
 ) -> FeatureStatistics:
-    """Statistics of a data set; computed once for each (data fingerprint, extractor hash, n) and kept in the cache."""
+    """Statistics of a data set (of latents: of their images), computed once and kept in the cache.
+
+    What is kept is found by (data fingerprint, extractor hash, n).
+    """
+    source = pixels_of(source, root)
     n = len(source) if num_images is None else num_images
     if not 2 <= n <= len(source):
         raise ValueError(

@@ -121,7 +121,7 @@ def evaluate_run(
         guidance=condition.guidance(guidance, settings.guidance_interval),
         device=device,
         precision=protocol.precision,
-        to_pixels=build_pixels(run.config, device),
+        to_pixels=build_pixels(run.config, device, run.data),
         rank=rank,
         world_size=world_size,
     )

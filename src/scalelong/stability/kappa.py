@@ -173,9 +173,12 @@ class _Values:
 
     def rows(self, index: Tensor) -> Tensor:
         """(B, m) float64 of the samples at these indices, in the order that training draws them."""
-        items = sample_to_item(self.seed, len(self.data), index)
-        drawn = self.data.read_many(items.tolist()) if isinstance(self.data, Source) else self.data[items]
-        values = to_float(drawn) if drawn.dtype == torch.uint8 else drawn
+        if isinstance(self.data, Source):
+            stored = self.data.read_many(self.data.order(self.seed, index).tolist())
+            values = self.data.prepare(stored, self.seed, index, None)
+        else:
+            drawn = self.data[sample_to_item(self.seed, len(self.data), index)]
+            values = to_float(drawn) if drawn.dtype == torch.uint8 else drawn
         return values.flatten(1).double() * self.scale + self.shift
 
 
