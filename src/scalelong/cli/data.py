@@ -1,6 +1,7 @@
 """Fetch, check and encode data sets.
 
 Example: scalelong data fetch cifar10
+Example: scalelong data encode-text emoji32 --encoder minilm --max-tokens 16
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import KNOWN, check, load_source
 from scalelong.data.encode import Origin, encode
 from scalelong.data.fetch import fetch
+from scalelong.data.text import encode_text, feature_file
 
 
 @dataclass(frozen=True)
 class Fetch:
     """Get a data set, verify it by hash and keep it in the cache."""
 
-    name: tyro.conf.Positional[str]  # cifar10 or fashion_mnist
+    name: tyro.conf.Positional[str]  # cifar10, fashion_mnist, or minilm (a text encoder)
     source: str | None = None  # your own copy: an archive or a folder
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
@@ -53,6 +55,18 @@ class Encode:
 
 
 @dataclass(frozen=True)
+class EncodeText:
+    """Compute the features of a data set's captions once; training finds them in the cache."""
+
+    name: tyro.conf.Positional[str]  # a data set with captions
+    encoder: str = "minilm"  # minilm, a hub name or a folder of transformers
+    max_tokens: int = 77  # captions are cut or padded to this many
+    split: str = "train"
+    root: str | None = None
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
 class List:
     """List the names that `data.name` takes."""
 
@@ -61,13 +75,14 @@ Command = (
     Annotated[Fetch, tyro.conf.subcommand("fetch")]
     | Annotated[Check, tyro.conf.subcommand("check")]
     | Annotated[Encode, tyro.conf.subcommand("encode")]
+    | Annotated[EncodeText, tyro.conf.subcommand("encode-text")]
     | Annotated[List, tyro.conf.subcommand("list")]
 )
 
 
 def main(arguments: list[str]) -> None:
-    """Run one of fetch, check, encode, list."""
-    command: Fetch | Check | Encode | List = tyro.cli(
+    """Run one of fetch, check, encode, encode-text, list."""
+    command: Fetch | Check | Encode | EncodeText | List = tyro.cli(
         Command, args=arguments, prog="scalelong data", description=__doc__
     )
     match command:
@@ -77,6 +92,8 @@ def main(arguments: list[str]) -> None:
             _check(name, root, split)
         case Encode():
             _encode(command)
+        case EncodeText():
+            _encode_text(command)
         case List():
             print("\n".join(KNOWN))
 
@@ -90,6 +107,16 @@ def _encode(command: Encode) -> None:
     )
     shape = " x ".join(map(str, autoencoder.latent_shape(source.shape)))
     print(f"{len(source):,} images and their mirror images as latents of {shape}: train on latents:{folder}")
+
+
+def _encode_text(command: EncodeText) -> None:
+    captions = load_source(command.name, split=command.split, root=command.root).captions
+    if captions is None:
+        raise ValueError(f"data.name: {command.name} has no captions; nothing to encode")
+    found = encode_text(captions, command.encoder, command.max_tokens, root=command.root, device=command.device)
+    tokens, width = found.null.shape
+    path = feature_file(captions, command.encoder, command.max_tokens, command.root)
+    print(f"{len(captions):,} captions as {tokens} tokens of {width}: {path}")
 
 
 def _check(name: str, root: str | None, split: str) -> None:

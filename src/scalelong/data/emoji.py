@@ -13,10 +13,12 @@ from PIL import Image
 from scalelong.data.base import MemorySource
 from scalelong.data.cache import Expected
 from scalelong.data.errors import DataError
+from scalelong.data.held_out import held_out
 
 ASSETS = Path(__file__).parent / "assets"
 SHEET, TABLE = "emoji32.webp", "emoji32.json"
 SIZE = 32
+SPLITS = ("train", "seen", "unseen")
 ALGORITHM = "sha256"
 FILES = {
     SHEET: Expected(2_067_208, "c1d926661c29fb8a7ee2313a9620126d5be1ed435a212b960c8f09afc54e221c"),
@@ -34,8 +36,11 @@ def pack(tiles: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], columns: int) -
     return Image.fromarray(sheet.reshape(rows * size, columns * size, 3))
 
 
-def load_emoji() -> MemorySource:
-    """1911 images; label = category, caption = Unicode name in lower case."""
+def load_emoji(split: str = "train") -> MemorySource:
+    """1911 images; label = category, caption = Unicode name in lower case.
+
+    "unseen" are new combinations of words that "seen", the rest, has elsewhere; "train" is both.
+    """
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
     try:
         with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
@@ -44,5 +49,8 @@ def load_emoji() -> MemorySource:
         raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again", "unreadable") from error
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
-    images = torch.from_numpy(tiles[: len(table["captions"])].copy())
-    return MemorySource("emoji32", images, torch.tensor(table["labels"]), table["classes"], table["captions"])
+    labels, captions = torch.tensor(table["labels"]), table["captions"]
+    unseen = set(held_out(captions, table["labels"])) if split != "train" else set()
+    items = [item for item in range(len(captions)) if split == "train" or (item in unseen) == (split == "unseen")]
+    images = torch.from_numpy(tiles[items])
+    return MemorySource("emoji32", images, labels[items], table["classes"], [captions[item] for item in items])

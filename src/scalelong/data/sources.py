@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scalelong.data import cifar10, fashion_mnist
+from scalelong.data import cifar10, emoji, fashion_mnist
 from scalelong.data.base import MemorySource, Source
 from scalelong.data.celeba import CelebASource
 from scalelong.data.coco import CocoSource
@@ -88,8 +88,8 @@ def _digits(_split: str, _root: Root) -> MemorySource:
     return MemorySource("digits", torch.from_numpy(pixels), labels, [str(digit) for digit in range(10)])
 
 
-def _emoji32(_split: str, _root: Root) -> MemorySource:
-    return load_emoji()
+def _emoji32(split: str, _root: Root) -> MemorySource:
+    return load_emoji(split)
 
 
 def _cifar10(split: str, root: Root) -> MemorySource:
@@ -105,6 +105,6 @@ def _fashion_mnist(split: str, root: Root) -> MemorySource:
 _NAMED: dict[str, tuple[tuple[str, ...], Callable[[str, Root], MemorySource]]] = {
     "cifar10": (("train", "test"), _cifar10),
     "digits": (("train",), _digits),
-    "emoji32": (("train",), _emoji32),
+    "emoji32": (emoji.SPLITS, _emoji32),
     "fashion_mnist": (("train", "test"), _fashion_mnist),
 }
