@@ -119,7 +119,7 @@ def power_iteration(
 
     It comes from below: good for how large a change can be, never as the constant of an upper bound.
     """
-    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
     x = x.detach().requires_grad_()
     y = function(x)
     u = torch.zeros_like(y, requires_grad=True)
