@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, load_autoencoder, small_autoencoder
+from scalelong.data import DeviceLoader, MemorySource, StreamLoader, check, load_source, pixels_of
+from scalelong.data.encode import Origin, encode
+from scalelong.data.errors import DataError
+from scalelong.data.images import to_float
+from scalelong.data.latents import AUTOENCODER, INDEX, decoder
+from scalelong.data.order import flip_mask
+from scalelong.random import normal
+
+from .conftest import noise
+
+COUNT = 11
+
+
+def autoencoder(seed: int = 0) -> Autoencoder:
+    torch.manual_seed(seed)
+    model = small_autoencoder(3, (8, 8), latent_channels=2, size=8).eval().requires_grad_(False)
+    return Autoencoder(model, autoencoder_digest(model), scale=1.7)
+
+
+def images() -> MemorySource:
+    pixels = torch.from_numpy(noise(1, COUNT, 3, 8, 8))
+    return MemorySource("toy", pixels, torch.arange(COUNT) % 3, ["a", "b", "c"], [f"number {k}" for k in range(COUNT)])
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("latents") / "toy"
+    return encode(images(), autoencoder(), folder, Origin("toy"), batch_size=3, per_shard=4)
+
+
+def test_latents_are_the_autoencoders_and_carry_the_annotations(encoded: Path) -> None:
+    source = load_source(f"latents:{encoded}")
+    assert (len(source), source.shape, source.num_classes) == (COUNT, (2, 4, 4), 3)
+    assert source.labels is not None
+    assert source.labels.tolist() == (torch.arange(COUNT) % 3).tolist()
+    assert source.captions == images().captions
+    pixels = to_float(images().images)
+    moments = torch.stack([autoencoder().moments(pixels), autoencoder().moments(pixels.flip(-1))], dim=1)
+    torch.testing.assert_close(source.read_many(range(COUNT)), moments, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(moments[:, 0], moments[:, 1])
+
+
+def test_samples_are_drawn_by_seed_and_index_and_the_loaders_agree(encoded: Path) -> None:
+    source = load_source(f"latents:{encoded}")
+    index = torch.arange(30)
+    whole = DeviceLoader(source, seed=5).batch(index)
+    stored = source.read_many(whole.items.tolist())
+    chosen = stored[torch.arange(30), flip_mask(5, index).long()]
+    expected = (chosen[:, 0] + torch.exp(0.5 * chosen[:, 1]) * normal(5, "latent", index, (2, 4, 4))) * 1.7
+    assert torch.equal(whole.images, expected)
+    for workers in (0, 2):
+        parts = list(StreamLoader(source, seed=5, workers=workers).batches([index[:7], index[7:]]))
+        assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
+    again = DeviceLoader(source, seed=6).batch(index).images
+    assert not torch.equal(again, whole.images)
+    unflipped = DeviceLoader(source, seed=5, flip=False).batch(index).images
+    same = ~flip_mask(5, index)
+    assert torch.equal(unflipped[same], whole.images[same])
+
+
+def test_an_interrupted_encoding_goes_on_to_the_same_bits(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    real = Autoencoder.moments
+
+    def dies(self: Autoencoder, pixels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(pixels))
+        if len(calls) == 6:  # in the second of three shards
+            raise KeyboardInterrupt
+        return real(self, pixels)
+
+    monkeypatch.setattr(Autoencoder, "moments", dies)
+    folder = tmp_path / "toy"
+    with pytest.raises(KeyboardInterrupt):
+        encode(images(), autoencoder(), folder, Origin("toy"), batch_size=3, per_shard=4)
+    with pytest.raises(DataError, match="the encoding is not finished; run the same"):
+        load_source(f"latents:{folder}")
+    kept = (folder / "shard-00000.safetensors").stat().st_mtime_ns
+    calls.clear()
+    calls.extend([0] * 6)
+    encode(images(), autoencoder(), folder, Origin("toy"), batch_size=3, per_shard=4)
+    assert (folder / "shard-00000.safetensors").stat().st_mtime_ns == kept
+    names = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(encoded) for path in encoded.rglob("*") if path.is_file()}
+    assert all((folder / name).read_bytes() == (encoded / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(("keep", "kind"), [(-40, "truncated"), (None, "wrong hash")])
+def test_a_damaged_shard_is_refused_and_made_anew(encoded: Path, tmp_path: Path, keep: int | None, kind: str) -> None:
+    folder = shutil.copytree(encoded, tmp_path / "toy")
+    shard = folder / "shard-00001.safetensors"
+    good = shard.read_bytes()
+    shard.write_bytes(good[:keep] if keep else good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(DataError, match=rf"shard-00001\.safetensors: {kind}"):
+        load_source(f"latents:{folder}")
+    assert [problem.kind for problem in check(f"latents:{folder}")] == [kind]
+    encode(images(), autoencoder(), folder, Origin("toy"), batch_size=3, per_shard=4)
+    assert shard.read_bytes() == good
+    assert check(f"latents:{folder}") == []
+
+
+def test_another_autoencoder_is_refused(encoded: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds latents of another encoding"):
+        encode(images(), autoencoder(seed=1), encoded, Origin("toy"), per_shard=4)
+    folder = shutil.copytree(encoded, tmp_path / "toy")
+    shutil.rmtree(folder / AUTOENCODER)
+    autoencoder(seed=1).model.save_pretrained(folder / AUTOENCODER)
+    with pytest.raises(DataError, match="is another autoencoder"):
+        decoder(f"latents:{folder}", "cpu")
+    assert [problem.kind for problem in check(f"latents:{folder}")] == ["wrong hash"]
+    with pytest.raises(DataError, match="other latents than the model was trained on"):
+        decoder(f"latents:{encoded}", "cpu", fingerprint="f00")
+
+
+def test_decoding_undoes_the_scale(encoded: Path) -> None:
+    source = load_source(f"latents:{encoded}")
+    found = decoder(source.name, "cpu", source.fingerprint)
+    assert found is not None
+    latents = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found.decode(latents), autoencoder().model.decode(latents / 1.7).sample)
+    assert decoder("emoji32", "cpu") is None
+
+
+def test_what_does_not_fit_is_said(encoded: Path, tmp_path: Path) -> None:
+    name = f"latents:{encoded}"
+    with pytest.raises(DataError, match=r"data\.image_size: .* of 8 pixels already"):
+        load_source(name, image_size=16)
+    with pytest.raises(DataError, match=r"data\.split: .* has 'train' only"):
+        load_source(name, split="test")
+    with pytest.raises(DataError, match="are latents already"):
+        encode(load_source(name), autoencoder(), tmp_path / "x", Origin(name))
+    odd = MemorySource("odd", torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="divides each side by 2"):
+        encode(odd, autoencoder(), tmp_path / "x", Origin("odd"))
+    with pytest.raises(DataError, match="no latents; check the path"):
+        load_source(f"latents:{tmp_path}")
+    (tmp_path / INDEX).write_text(json.dumps({"format": "of tomorrow"}))
+    with pytest.raises(DataError, match="format 'of tomorrow'"):
+        load_source(f"latents:{tmp_path}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ValueError, match="is not empty"):
+        encode(images(), autoencoder(), tmp_path / "full", Origin("toy"))
+    with pytest.raises(FileNotFoundError, match=r"no folder with a config\.json"):
+        load_autoencoder(tmp_path / "nowhere")
+
+
+def test_the_images_of_latents_are_found_again(tmp_path: Path) -> None:
+    source = load_source("digits")
+    torch.manual_seed(0)
+    model = small_autoencoder(1, (8, 8), latent_channels=1, size=8).eval().requires_grad_(False)
+    folder = encode(source, Autoencoder(model, autoencoder_digest(model), 1.0), tmp_path / "d", Origin("digits"))
+    assert pixels_of(load_source(f"latents:{folder}")).fingerprint == source.fingerprint
+    assert pixels_of(source) is source
