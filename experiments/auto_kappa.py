@@ -1,10 +1,11 @@
 """Can kappa be chosen without trying? Rules against the best of a grid, in settings of depth x data x batch.
 
-    python experiments/auto_kappa.py --jobs 2    # half an hour of one core
+    python experiments/auto_kappa.py --steps 300 --seeds 0 1                  # ten minutes of one core
+    python experiments/auto_kappa.py --steps 1000 --seeds 0 1 2 --jobs 14     # on a machine with more of them
 
 The rules: the middle of the paper's interval (from the data alone); at initialisation, the kappa whose output is nearest
 to the target in norm, and the one whose blocks have the most equal gradients; the kappa with the lowest loss, or the
-least oscillation, in the first 200 steps. Also CS whose coefficients start at 1 and reach kappa^(i-1) after a warm-up.
+least oscillation, in the first third of the steps. Also CS whose coefficients start at 1 and reach kappa^(i-1) after a warm-up.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def warm_configurations(setting: Setting, options: Options) -> list[RunConfig]:
 
 def setting_config(setting: Setting, options: Options) -> RunConfig:
     """A small U-ViT that predicts the noise."""
-    base = base_config("cpu", options.steps or 500)
+    base = base_config("cpu", options.steps or 300)
     return dataclasses.replace(
         base,
         data=dataclasses.replace(base.data, name=setting.data, image_size=setting.image_size),

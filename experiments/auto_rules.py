@@ -19,9 +19,9 @@ from scalelong.training import RunConfig
 from scalelong.training.build import build_model, build_objective
 
 GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-PILOT_STEPS = 200
+PILOT_SHARE = 1 / 3  # of a run: what may be spent on a pilot here
 INTERVAL, OUTPUT, GRADIENTS = "middle of the interval", "output norm at init", "equal gradients at init"
-PILOT_LOSS, PILOT_OSCILLATION = "200 steps, lowest loss", "200 steps, least oscillation"
+PILOT_LOSS, PILOT_OSCILLATION = "pilot, lowest loss", "pilot, least oscillation"
 RULES = (INTERVAL, OUTPUT, GRADIENTS, PILOT_LOSS, PILOT_OSCILLATION)
 
 
@@ -86,17 +86,23 @@ def gradient_imbalance(config: RunConfig, source: Source) -> float:
 
 def pilot_loss(run: RunSeries) -> float:
     """Mean loss over the second half of the pilot."""
-    steps, losses = run.column("train", "loss", PILOT_STEPS)
-    return mean(loss for step, loss in zip(steps, losses, strict=True) if step > PILOT_STEPS // 2)
+    last = pilot_steps(run)
+    steps, losses = run.column("train", "loss", last)
+    return mean(loss for step, loss in zip(steps, losses, strict=True) if step > last // 2)
 
 
 def pilot_oscillation(run: RunSeries) -> float:
     """Mean over the blocks of the relative oscillation in the second half of the pilot."""
-    found = []
+    last, found = pilot_steps(run), []
     for block in run.blocks:
-        steps, norms = run.column("probe", f"norm/{block}", PILOT_STEPS)
-        found.append(relative_oscillation([n for s, n in zip(steps, norms, strict=True) if s > PILOT_STEPS // 2]))
+        steps, norms = run.column("probe", f"norm/{block}", last)
+        found.append(relative_oscillation([n for s, n in zip(steps, norms, strict=True) if s > last // 2]))
     return mean(found)
+
+
+def pilot_steps(run: RunSeries) -> int:
+    """How long the pilot is: the first part of the run itself."""
+    return int(PILOT_SHARE * run.config.training.steps)
 
 
 def _best(score: Callable[[float], float]) -> float:
