@@ -82,6 +82,12 @@ PRESETS: Mapping[str, RunConfig] = {
         condition=ConditionSettings("text", encoder="minilm", max_tokens=16),
         sampling=dataclasses.replace(_EMOJI.sampling, guidance=3.0),
     ),
+    "emoji32-latent": dataclasses.replace(
+        _EMOJI,
+        data=DataSettings("latents:data/emoji32-latents", flip=False),  # of scalelong data encode emoji32, 4 x 16 x 16
+        model=dataclasses.replace(_EMOJI.model, patch_size=2),
+        sampling=dataclasses.replace(_EMOJI.sampling, clip=False),
+    ),
     "fashion-mnist-unet": RunConfig(
         data=DataSettings("fashion_mnist"),
         model=ModelSettings("unet", channels=(64, 128, 128)),
@@ -127,6 +133,7 @@ _CLIP_TEXT = Conditioning(text_tokens=77, text_dim=768)
 EXPECTED: Mapping[str, tuple[Shape, Conditioning]] = {
     "celeba:data/celeba": ((3, 64, 64), Conditioning()),
     "imagenet64:data/imagenet64": ((3, 64, 64), _IMAGENET64_CLASSES),
+    "latents:data/emoji32-latents": ((4, 16, 16), Conditioning()),
     "latents:data/coco-latents": ((4, 32, 32), _CLIP_TEXT),
 }
 
