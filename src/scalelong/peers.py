@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.scaling import Coefficient, Scaling, SkipSize
+from scalelong.scaling import Coefficient, Scaling, SkipSize, numbers
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
@@ -80,7 +80,7 @@ class Measured(Scaling):
         raise TypeError(f"scaling.method: {self.config} changes skip {index} by more than a coefficient")
 
     def current(self) -> list[float]:
-        return [float(ratio) for ratio in self.last_ratio]
+        return numbers(self.last_ratio)
 
 
 class SkipLayerNorm(Measured):

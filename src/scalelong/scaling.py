@@ -170,7 +170,12 @@ class LearnedScaling(Scaling):
             )
 
     def current(self) -> list[float]:
-        return [float(mean) for mean in self.last_mean]
+        return numbers(self.last_mean)
+
+
+def numbers(values: Tensor) -> list[float]:
+    """The values as numbers, nan where the model has none."""
+    return [math.nan] * len(values) if values.is_meta else [float(value) for value in values]
 
 
 def learned_scaling(

@@ -18,6 +18,7 @@ VERBS = {
     "export": "take a model out of a run, with a model card",
     "data": "fetch, check and encode data sets",
     "autoencoder": "train a small autoencoder for latent diffusion",
+    "inspect": "draw the U of a model: stages, skips, channels, coefficients, how far kappa reaches",
     "kappa": "which kappa, from the data, the noise and the number of skips",
     "theory": "check the paper's theorems by numbers",
     "doctor": "say what this machine and this installation can do",

@@ -2,7 +2,7 @@
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, is_scaled, remove, scaling_of
 from scalelong.skips.fold import fold
-from scalelong.skips.known import known_families
+from scalelong.skips.known import known_families, known_skips
 from scalelong.skips.loops import NoLongSkipsError
 from scalelong.skips.persist import from_pretrained, load, save
 from scalelong.skips.reach import measure_reach
@@ -22,6 +22,7 @@ __all__ = [
     "from_pretrained",
     "is_scaled",
     "known_families",
+    "known_skips",
     "load",
     "measure_reach",
     "remove",

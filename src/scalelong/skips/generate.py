@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from scalelong.skips.sites import Call
 
 
-def generated_example(model: nn.Module) -> Call:
-    """Random inputs for a model of one of the commonest families; a ValueError asks for an example elsewhere."""
+def generated_example(model: nn.Module, full_size: bool = False) -> Call:
+    """Random inputs for a model of one of the commonest families; a ValueError asks for an example elsewhere.
+
+    full_size: images as large as the model was made for, rather than the least that it can take.
+    """
     reference = next(model.parameters())
     for cls in type(model).__mro__:
         make = GENERATORS.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if make is not None:
-            random = _Random(reference.device, reference.dtype)
+            random = _Random(reference.device, reference.dtype, full_size)
             return (), make(model, random)
     raise ValueError(
         f"example: none was given, and none is made up for a {type(model).__name__}; pass the arguments you would call the "
@@ -28,8 +31,8 @@ def generated_example(model: nn.Module) -> Call:
 class _Random:
     """The same numbers every time, without touching the global random state."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: torch.device, dtype: torch.dtype, full_size: bool) -> None:
+        self.device, self.dtype, self.full_size = device, dtype, full_size
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> Tensor:
@@ -40,7 +43,7 @@ class _Random:
 
 
 def _unet2d(model: Any, random: _Random) -> dict[str, Any]:
-    config, size = model.config, _size(model)
+    config, size = model.config, _size(model, random.full_size)
     example = {"sample": random(1, config.in_channels, size, size), "timestep": random.time()}
     if config.num_class_embeds is not None:
         example["class_labels"] = torch.zeros(1, dtype=torch.long, device=random.device)
@@ -60,11 +63,13 @@ def _unet2d_condition(model: Any, random: _Random) -> dict[str, Any]:
     return example
 
 
-def _size(model: Any) -> int:
-    """The least image that can be halved at every level, or what the model was made for if that is less."""
+def _size(model: Any, full: bool) -> int:
+    """The least image that can be halved at every level, or what the model was made for if that is less or asked for."""
     least = int(2 ** (len(model.config.block_out_channels) + 1))
     given = model.config.sample_size
-    return min(given, least) if isinstance(given, int) else least
+    if not isinstance(given, int):
+        return least
+    return given if full else min(given, least)
 
 
 def _unet1d(model: Any, random: _Random) -> dict[str, Any]:

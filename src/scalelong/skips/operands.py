@@ -13,7 +13,7 @@ from torch import nn
 from scalelong.skips.detect import Detection, detect
 from scalelong.skips.generate import generated_example
 from scalelong.skips.grip import slice_of_joined
-from scalelong.skips.loops import Loop
+from scalelong.skips.loops import Loop, NoLongSkipsError
 from scalelong.skips.sites import Call, Fused, LongSkip
 
 
@@ -33,6 +33,17 @@ def with_operands(model: nn.Module, skips: Sequence[LongSkip], call: Call | None
         replace(skip, size=replace(skip.size, main=_main_width(found, loop), stage=stages.get(size or (0, 0))))
         for skip, loop, size in zip(skips, found.loops, images, strict=True)
     ]
+
+
+def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[tuple[int, ...] | None]:
+    """The shape of each skip on this example, as it is joined; None where it is not seen."""
+    try:
+        found = detect(model, call)
+    except NoLongSkipsError:
+        return [None] * len(skips)
+    if len(found.loops) != len(skips):
+        return [None] * len(skips)
+    return [found.trace.nodes[loop.line[0]].shape for loop in found.loops]
 
 
 def holding_both(model: nn.Module, skips: Sequence[LongSkip], call: Call | None, method: str) -> list[LongSkip]:
