@@ -196,7 +196,7 @@ def summarise(settings: Settings, rows: Sequence[dict[str, Any]]) -> dict[str, A
             found[variant][f"{key}_minus_none"] = mean_and_sd([row[key] - plain[row["seed"]][key] for row in mine])
     return {
         "command": shlex.join(["python", "experiments/after_norm.py", *sys.argv[1:]]),
-        "commit": settings.commit or git_commit(),
+        "commit": settings.commit,
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "torch": torch.__version__,
@@ -277,6 +277,7 @@ def band(axes: plt.Axes, steps: list[int], values: list[list[float]], colour: st
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
+    settings = dataclasses.replace(settings, commit=settings.commit or git_commit())
     load_source(settings.data, split="test")  # missing data is refused before any work
     out = Path(settings.out)
     out.mkdir(parents=True, exist_ok=True)
