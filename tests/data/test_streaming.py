@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scalelong.data import StreamLoader, load_source
+from scalelong.data.errors import DataError
+from scalelong.data.streaming import StreamedSource
+
+from .conftest import noise
+from .test_huggingface import table
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    captions = [f"picture {number}" for number in range(20)]
+    rows = table(20, text=captions)
+    for part in range(2):
+        rows.select(range(10 * part, 10 * part + 10)).to_parquet(str(folder / f"train-{part:05d}.parquet"))
+    return folder
+
+
+def test_a_stream_is_read_window_by_window(parquet: Path) -> None:
+    source = StreamedSource(str(parquet), window=6)
+    assert (len(source), source.shape, source.class_names) == (20, (3, 10, 12), ["cat", "dog"])
+    assert source.captions is not None
+    assert source.captions[13] == "picture 13"
+    order = source.order(3, torch.arange(40))
+    for epoch in (order[:20], order[20:]):
+        assert [sorted(part.tolist()) for part in torch.split(epoch, 6)] == [
+            list(range(first, min(first + 6, 20))) for first in (0, 6, 12, 18)
+        ]
+    assert not torch.equal(order[:20], order[20:])
+    for item in (0, 19, 7):  # forward, to the end, and back
+        assert np.array_equal(source.read(item).permute(1, 2, 0).numpy(), noise(item, 10, 12, 3))
+
+
+def test_resuming_gives_the_same_batches(parquet: Path) -> None:
+    source = StreamedSource(str(parquet), window=6)
+    loader = StreamLoader(source, seed=3, workers=4)
+    assert loader.workers == 1
+    index = [torch.arange(first, first + 5) for first in range(0, 30, 5)]
+    whole = list(loader.batches(index))
+    resumed = list(StreamLoader(StreamedSource(str(parquet), window=6), seed=3, workers=0).batches(index[3:]))
+    for one, other in zip(whole[3:], resumed, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.items, other.items)
+
+
+def test_streams_without_light_columns_need_a_number_of_rows(parquet: Path, tmp_path: Path) -> None:
+    table(6).remove_columns(["id", "label"]).to_parquet(str(tmp_path / "bare.parquet"))
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (tmp_path / "bare.parquet").rename(folder / "train.parquet")
+    with pytest.raises(DataError, match=r"does not say how many rows it has; write .*#ROWS"):
+        load_source(f"hf-stream:{folder}")
+    source: Any = load_source(f"hf-stream:{folder}#7")
+    assert (len(source), source.labels, source.captions) == (7, None, None)
+    with pytest.raises(DataError, match="the stream ended before"):
+        source.read(6)
+    assert len(load_source(f"hf-stream:{parquet}#5")) == 5
+    with pytest.raises(DataError, match="after # comes the number of rows"):
+        load_source(f"hf-stream:{parquet}#many")
