@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +46,7 @@ def test_stages_are_the_u_in_order() -> None:
 def test_norms_are_those_of_the_blocks_outputs() -> None:
     model = MatrixUNet(width=4, layers=1, num_skips=1)
     x = torch.randn(5, 4)
-    probe = OscillationProbe(model, (x,))
+    probe = OscillationProbe(model, x)
     expected = model.middle(model.a[0](x)).norm(dim=1).mean()
     assert probe.norms()["middle"] == pytest.approx(expected.item(), rel=1e-5)
 
@@ -101,3 +105,118 @@ def test_inputs_may_be_keywords() -> None:
     model = uvit()
     by_name = OscillationProbe(model, {"x": BATCH[0], "time": BATCH[1]}).norms()
     assert by_name == OscillationProbe(model, BATCH).norms()
+
+
+def test_a_batch_of_the_wrong_shape_is_refused_before_training() -> None:
+    wrong = (torch.zeros(3, 3, 16, 16), BATCH[1])
+    with pytest.raises(
+        ValueError, match=r"inputs: a probe batch of shapes \[\(3, 3, 16, 16\), \(3,\)\] does not go through UViT"
+    ):
+        OscillationProbe(uvit(), wrong)
+    with pytest.raises(ValueError, match=r"blocks: \['final'\] gave no tensor"):
+        OscillationProbe(Idle(), torch.zeros(1, 2), blocks=["first", "final"])
+
+
+class Idle(torch.nn.Module):
+    """Has a block that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.final = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+def test_an_unknown_model_gives_the_entries_of_its_lists() -> None:
+    model = torch.nn.Module()
+    model.downs = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    model.ups = torch.nn.ModuleDict({"8x8": torch.nn.Linear(1, 1)})
+    assert stages(model) == ["downs.0", "downs.1", "ups.8x8"]
+
+
+def test_what_the_gates_gave_in_training_survives_a_measurement() -> None:
+    model = uvit()
+    scalelong.apply(model, "ls", reduction=2)
+    model(*BATCH)
+    before = scalelong.coefficients(model)
+    probe = OscillationProbe(model, (torch.zeros_like(BATCH[0]), BATCH[1]), every=1)
+    probe.step()
+    assert scalelong.coefficients(model) == before
+
+
+def loop(model: torch.nn.Module, path, steps: int = 4) -> list[dict[str, float]]:
+    """Somebody's training loop with the probe's two lines in it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = OscillationProbe(model, BATCH, every=2, path=path)
+    for _ in range(steps):
+        model(*BATCH).square().mean().backward()
+        optimizer.step()
+        probe.step()
+        optimizer.zero_grad()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_checkpointing_gives_the_same_records(tmp_path) -> None:
+    plain = loop(uvit(), tmp_path / "plain.jsonl")
+    torch.manual_seed(0)
+    recomputing = UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=4, heads=2, checkpointing=True))
+    assert_near(loop(recomputing, tmp_path / "recomputing.jsonl"), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch.compile", "in place"])
+def test_compiled_training_gives_the_same_records_and_compiles_once(form: str, tmp_path) -> None:
+    plain = loop(uvit(), tmp_path / "plain.jsonl")
+    torch.compiler.reset()
+    model, compiled = uvit(), 0
+
+    def counted(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    if form == "in place":
+        model.compile(backend=counted)
+        wrapped: torch.nn.Module = model
+    else:
+        wrapped = torch.compile(model, backend=counted)
+    records = loop(wrapped, tmp_path / "compiled.jsonl", steps=4)
+    assert_near(records, plain)
+    assert compiled == 1
+
+
+RANKS = """
+import json, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tests.stability.test_probes import BATCH, OscillationProbe, uvit
+dist.init_process_group("gloo")
+model, rank = DistributedDataParallel(uvit()), dist.get_rank()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+probe = OscillationProbe(model, BATCH, every=2, path=sys.argv[1])
+for _ in range(4):
+    model(*BATCH).square().mean().backward()
+    optimizer.step()
+    probe.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_records_of_one_process_once(tmp_path) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, tmp_path / "script.py", tmp_path / "ranks.jsonl"], capture_output=True, text=True, timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
+    assert_near(records, loop(uvit(), tmp_path / "one.jsonl"))

@@ -1,20 +1,23 @@
 """Feature and gradient oscillation (Fig. 1): two lines in any training loop.
 
-probe = OscillationProbe(model, (x, t), every=10, path="probe.jsonl")
-...
-probe.step()    # after backward, before zero_grad
+probe = OscillationProbe(model, (x, t), path="probe.jsonl")   # before the loop
+probe.step()                                                  # in it, after backward and before zero_grad
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+DEFAULT_EVERY = 50  # steps; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
 
 
 def relative_oscillation(norms: Sequence[float]) -> float:
@@ -37,6 +40,7 @@ _STAGES = (
     ("in_blocks", "mid_block", "out_blocks"),
     ("down_blocks", "mid_block", "up_blocks"),
     ("down_blocks", "middle_block", "up_blocks"),
+    ("input_blocks", "middle_block", "output_blocks"),
     ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks"),
     ("a", "middle", "b"),
     ("blocks",),
@@ -44,19 +48,25 @@ _STAGES = (
 
 
 def stages(model: nn.Module) -> list[str]:
-    """The stages of the U, by name: encoder blocks, the middle, decoder blocks."""
+    """The stages of the U, by name: encoder blocks, the middle, decoder blocks; else the entries of the model's lists."""
     for names in _STAGES:
         if all(isinstance(getattr(model, name, None), nn.Module) for name in names):
             return [stage for name in names for stage in _parts(model, name)]
-    raise ValueError(
-        f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
-        f"{[name for name, _ in model.named_children()]}"
-    )
+    lists = [name for name, child in model.named_children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    found = [stage for name in lists for stage in _parts(model, name)]
+    if not found:
+        raise ValueError(
+            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
+            f"{[name for name, _ in model.named_children()]}"
+        )
+    return found
 
 
 def _parts(model: nn.Module, name: str) -> list[str]:
     module = getattr(model, name)
-    return [f"{name}.{i}" for i in range(len(module))] if isinstance(module, nn.ModuleList) else [name]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [f"{name}.{part}" for part, _ in module.named_children()]
+    return [name]
 
 
 class OscillationProbe:
@@ -65,10 +75,10 @@ class OscillationProbe:
     def __init__(
         self,
         model: nn.Module,
-        inputs: tuple[Any, ...] | Mapping[str, Any],  # arguments of the model's forward: the fixed batch
+        inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],  # arguments of the model's forward: the fixed batch
         *,
         blocks: Sequence[str] | None = None,  # default: the stages of the U
-        every: int = 10,
+        every: int = DEFAULT_EVERY,
         path: str | Path | None = None,  # JSON lines are appended here
     ) -> None:
         if every < 1:
@@ -76,9 +86,24 @@ class OscillationProbe:
         self.model = _unwrapped(model)
         self.blocks = list(blocks) if blocks is not None else stages(self.model)
         self._modules = {name: self._module(name) for name in self.blocks}
-        self.inputs, self.every = inputs, every
+        self.inputs: tuple[Any, ...] | Mapping[str, Any] = (inputs,) if isinstance(inputs, Tensor) else inputs
+        self.every = every
         self.path = Path(path) if path is not None else None
         self.count = 0
+        self._try()
+
+    def _try(self) -> None:
+        """Measure once, so that a batch that does not fit is found before the training."""
+        try:
+            norms = self.norms()
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            shapes = [tuple(v.shape) for v in _values(self.inputs) if isinstance(v, Tensor)]
+            raise ValueError(
+                f"inputs: a probe batch of shapes {shapes} does not go through {type(self.model).__name__} ({error}); pass "
+                "what its forward takes, on its device"
+            ) from error
+        if missing := [name for name in self.blocks if name not in norms]:
+            raise ValueError(f"blocks: {missing} gave no tensor when the model ran on the probe batch; leave them out")
 
     def step(self) -> dict[str, float] | None:
         """Call once per training step; measures and writes at every `every`-th."""
@@ -91,14 +116,14 @@ class OscillationProbe:
             return None
         values = {f"norm/{name}": norm for name, norm in self.norms().items()}
         values |= {f"gradient/{name}": norm for name, norm in self.gradient_norms().items()}
-        if self.path is not None:
+        if self.path is not None and _is_main_rank():
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         return values
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
-        """The mean over the batch of ||h||_2 of each block's output."""
+        """The mean over the batch of ||h||_2 of each block's output, in the order of the blocks."""
         found: dict[str, Tensor] = {}
 
         def keep(name: str) -> Any:
@@ -109,18 +134,17 @@ class OscillationProbe:
             return hook
 
         handles = [module.register_forward_hook(keep(name)) for name, module in self._modules.items()]
-        training = self.model.training
         try:
-            self.model.eval()
-            if isinstance(self.inputs, Mapping):
-                self.model(**self.inputs)
-            else:
-                self.model(*self.inputs)
+            with _unchanged(self.model), _eager():
+                if isinstance(self.inputs, Mapping):
+                    self.model(**self.inputs)
+                else:
+                    self.model(*self.inputs)
         finally:
-            self.model.train(training)
             for handle in handles:
                 handle.remove()
-        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        names = [name for name in self.blocks if name in found]
+        return dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True)) if names else {}
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -138,6 +162,35 @@ class OscillationProbe:
             near = difflib.get_close_matches(name, modules, n=3)
             raise ValueError(f"blocks: there is no {name!r} in {type(self.model).__name__}; near are {near}")
         return modules[name]
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, with the modes and the buffers put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Without what `module.compile()` compiled: the hooks of a measurement would compile it anew each time."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
+    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
+
+
+def _values(inputs: tuple[Any, ...] | Mapping[str, Any]) -> list[Any]:
+    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+
+
+def _is_main_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -1,0 +1,99 @@
+"""What the oscillation probe costs at its default interval: training steps with and without it, interleaved in one run.
+
+    python benchmarks/probe_overhead.py --out benchmarks/results/probe_overhead_cpu.json
+
+Windows of steps alternate between the two, so that a machine that slows down slows both; the medians are compared. A
+window holds exactly one measurement of the probe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import tyro
+
+from scalelong.cli.train import oscillation_probe
+from scalelong.stability.probes import DEFAULT_EVERY
+from scalelong.training import RunConfig, Trainer, get_preset
+from scalelong.training.step import sample_indices
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is on the command line."""
+
+    preset: str = ""  # default: digits-demo on a CPU, cifar10-uvit-s2 at batch 64 with CUDA graphs on a GPU
+    windows: int = 8  # of each kind
+    folder: str = "runs/probe-overhead"
+    out: str = ""
+
+
+def main() -> None:
+    command = tyro.cli(Benchmark, description=__doc__)
+    on_gpu = torch.cuda.is_available()
+    trainer = Trainer(
+        configured(command.preset or ("cifar10-uvit-s2" if on_gpu else "digits-demo"), on_gpu), command.folder
+    )
+    probe = oscillation_probe(trainer, DEFAULT_EVERY)
+    clock = time.perf_counter if on_gpu else time.process_time
+    seconds: dict[str, list[float]] = {"plain": [], "probed": []}
+    run_window(trainer, 0, None)
+    probe(DEFAULT_EVERY, trainer.model)
+    for window in range(1, 2 * command.windows + 1):
+        kind = "probed" if window % 2 else "plain"
+        started = clock()
+        run_window(trainer, window, probe if kind == "probed" else None)
+        seconds[kind].append((clock() - started) / DEFAULT_EVERY)
+    plain, probed = (median(seconds[kind]) for kind in ("plain", "probed"))
+    ratios = [b / a - 1 for a, b in zip(seconds["plain"], seconds["probed"], strict=True)]
+    result = {
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
+        "torch": torch.__version__,
+        "every": DEFAULT_EVERY,
+        "blocks": len(probe.blocks),
+        "plain_ms_per_step": plain * 1e3,
+        "probed_ms_per_step": probed * 1e3,
+        "overhead": probed / plain - 1,
+        "overhead_of_pairs": sorted(ratios),
+        "windows": command.windows,
+        "within_2_percent": probed / plain - 1 <= 0.02,
+    }
+    print(json.dumps(result, indent=1))
+    if command.out:
+        Path(command.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def configured(name: str, on_gpu: bool) -> RunConfig:
+    """The preset; on a GPU at the paper's smaller batch with CUDA graphs, where a step is shortest."""
+    preset = get_preset(name)
+    training = dataclasses.replace(preset.training, steps=10**6)
+    if on_gpu:
+        training = dataclasses.replace(training, batch_size=64, compile="reduce-overhead")
+    else:
+        torch.set_num_threads(1)
+    return dataclasses.replace(preset, training=training)
+
+
+def run_window(trainer: Trainer, window: int, probe: object) -> None:
+    """As many steps as lie between two measurements, and one measurement if there is a probe."""
+    for number in range(1, DEFAULT_EVERY + 1):
+        step = window * DEFAULT_EVERY + number
+        index = sample_indices(trainer.config, step, 0, 0, 1)
+        pending = trainer.stepper.compute(step, trainer.loader.batches([index]), stop=False)
+        trainer.stepper.update(pending)
+        trainer.ema.update(trainer.model, step)
+        if probe is not None:
+            probe(step, trainer.model)  # type: ignore[operator]
+        trainer.stepper.clear()
+        pending.read(1)
+
+
+if __name__ == "__main__":
+    main()
