@@ -1,0 +1,163 @@
+"""Class-conditional training with none, cs and ls: the distance to the data with guidance, and a grid by class.
+
+python experiments/conditional_cifar10.py                           # 8x8 digits, minutes on one core; not FID
+python experiments/conditional_cifar10.py --scale gpu --jobs 3      # U-ViT-S/2 on CIFAR-10, about 6 minutes on an H200
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import tyro
+from common import Options, base_config, label, setting, trained, varied
+from output import Claim, print_claims, print_table, save, write_csv, write_summary
+from torch import Tensor
+
+from scalelong.backbones import as_network
+from scalelong.evaluation import generate
+from scalelong.evaluation.reference import reference_statistics
+from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
+from scalelong.training import RunConfig, TrainedRun, load_run
+from scalelong.training.condition import choose_classes
+from scalelong.training.config import ConditionSettings, SamplingSettings
+
+NAME = "conditional"
+PER_CLASS = 8
+
+
+@dataclass(frozen=True)
+class Conditional(Options):
+    """All options."""
+
+    seeds: tuple[int, ...] = (0,)
+    methods: tuple[str, ...] = ("none", "cs:0.5", "ls")
+    guidance: tuple[float, ...] = (1.5,)  # measured with each of these, drawn with the last
+    images: int = 0  # to measure; 0: 500 (cpu) or 10,000 (gpu)
+    sampler_steps: int = 25
+    weights: str | None = None  # the Inception's file (gpu); default: fetched and verified
+
+
+def main() -> None:
+    options = tyro.cli(Conditional, description=__doc__)
+    out = options.folder(NAME)
+    base = conditional_config(options)
+    configs = [varied(base, method, seed) for method in options.methods for seed in options.seeds]
+    found = trained(configs, options)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    runs = {f"{label(series)}, seed {series.seed}": load_run(series.folder, device=device) for series in found}
+    rows = [
+        row(name, series.final_loss(), evaluation)
+        for (name, run), series in zip(runs.items(), found, strict=True)
+        for evaluation in evaluations(run, options, device)
+    ]
+    write_csv(rows, out / "quality.csv")
+    draw({name: by_class(run, options, device) for name, run in runs.items()}, runs, out / "grid.png")
+    claims = [claim(rows, scale) for scale in options.guidance]
+    told = f"class-conditional, drop {base.condition.drop}; {setting(base)}; dpm++2m, {options.sampler_steps} steps"
+    write_summary(out, claims, told, table=rows)
+    print_claims(claims)
+    print()
+    print_table(rows)
+
+
+def conditional_config(options: Conditional) -> RunConfig:
+    """The experiments' network with a class token, and its share of samples without one."""
+    base = base_config(options.scale, options.steps or (3000 if options.scale == "gpu" else 400))
+    sampling = SamplingSettings("dpm++2m", steps=options.sampler_steps)
+    return dataclasses.replace(base, condition=ConditionSettings("class", drop=0.1), sampling=sampling)
+
+
+def evaluations(run: TrainedRun, options: Conditional, device: torch.device) -> list[Evaluation]:
+    """One for each guidance, against the training data."""
+    gpu = options.scale == "gpu"
+    extractor = get_extractor("inception" if gpu else "random-conv", device, options.weights)
+    source = source_of(run)
+    reference = reference_statistics(source, extractor, root=run.config.data.root)
+    condition = condition_of(run, source)
+    protocol = Protocol(
+        num_images=options.images or (10_000 if gpu else 500),
+        batch_size=1000 if gpu else 100,
+        precision="bf16" if gpu else "fp32",
+        compile=gpu,
+    )
+    return [
+        evaluate_run(run, extractor, reference, dataclasses.replace(protocol, guidance=scale), 0, condition=condition)
+        for scale in options.guidance
+    ]
+
+
+def row(name: str, loss: float, evaluation: Evaluation) -> dict[str, Any]:
+    """One line of the table."""
+    result = evaluation.result
+    return {
+        "run": name,
+        "guidance": evaluation.guidance,
+        "metric": result.metric,
+        "value": result.value,
+        "images": result.n,
+        "extractor": result.extractor,
+        "final_loss": loss,
+        "seconds_drawing": evaluation.generate_seconds,
+    }
+
+
+def claim(rows: Sequence[dict[str, Any]], scale: float) -> Claim:
+    """Whether both of the paper's methods beat the unscaled network here."""
+    values = {each["run"]: each["value"] for each in rows if each["guidance"] == scale}
+    unscaled = [value for name, value in values.items() if name.startswith("none")]
+    ours = [value for name, value in values.items() if not name.startswith("none")]
+    told = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
+    return Claim(
+        "class-conditional generation with CS and with LS has a lower FID than without scaling (Table 1, ImageNet 64)",
+        f"{rows[0]['metric']} of {rows[0]['images']:,} images with guidance {scale:g}: {told}",
+        bool(unscaled and ours) and max(ours) < min(unscaled),
+    )
+
+
+def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Tensor:
+    """PER_CLASS images of each of the first ten classes, (classes * PER_CLASS, C, H, W); the same noise for every run."""
+    classes = min(10, run.sizes.num_classes)
+    condition = choose_classes(run.config, run.sizes, [str(number) for number in range(classes)], device)
+    return generate(
+        run.objective,
+        as_network(run.model),
+        shape=run.shape,
+        num_images=classes * PER_CLASS,
+        batch_size=classes * PER_CLASS,
+        sampler="dpm++2m",
+        steps=options.sampler_steps,
+        clip=run.config.sampling.clip,
+        condition=condition.of_drawn,
+        guidance=condition.guidance(options.guidance[-1]),
+    )
+
+
+def draw(images: dict[str, Tensor], runs: dict[str, TrainedRun], path: Path) -> None:
+    """A block of rows for each run: one row for each class, its name on the left."""
+    names = next(iter(runs.values())).sizes.class_names[:10]
+    figure, axes = plt.subplots(1, len(images), figsize=(4.2 * len(images), 0.55 * len(names) + 0.5), squeeze=False)
+    for position, (title, drawn) in enumerate(images.items()):
+        grid = drawn.view(PER_CLASS, len(names), *drawn.shape[1:]).permute(1, 3, 0, 4, 2)  # class, H, turn, W, C
+        rows, height, turns, width, channels = grid.shape
+        picture = grid.reshape(rows * height, turns * width, channels).numpy()
+        panel = axes[0, position]
+        panel.imshow(picture if channels == 3 else picture[..., 0], cmap="gray", interpolation="nearest")
+        panel.set_title(title, fontsize=10, loc="left")
+        panel.set_xticks([])
+        panel.set_yticks((np.arange(rows) + 0.5) * height, names if position == 0 else [], fontsize=8)
+        panel.tick_params(length=0)
+        for spine in panel.spines.values():
+            spine.set_visible(False)
+    figure.tight_layout()
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    main()
