@@ -149,6 +149,8 @@ def _train_one(config: RunConfig, folder: Path, probe_every: int, warm_share: fl
     if warm_share:
         trainer.observers.append(WarmUp(trainer.model, int(warm_share * config.training.steps)))
     trainer.run()
+    if trainer.stopping:
+        raise RuntimeError(f"{folder}: stopped at step {trainer.step}; the same command again goes on from there")
 
 
 class WarmUp:

@@ -20,6 +20,7 @@ VERBS = {
     "autoencoder": "train a small autoencoder for latent diffusion",
     "inspect": "draw the U of a model: stages, skips, channels, coefficients, how far kappa reaches",
     "kappa": "which kappa, from the data, the noise and the number of skips",
+    "diagnose": "say in words how stable a run was: oscillation, spikes, skipped steps",
     "theory": "check the paper's theorems by numbers",
     "doctor": "say what this machine and this installation can do",
 }
