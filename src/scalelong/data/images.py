@@ -21,6 +21,7 @@ EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif"
 
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+_ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # what can tell the orientation
 _WINDOW = 1024  # items handed to the thread pool at a time
 
 Item = TypeVar("Item")
@@ -34,7 +35,7 @@ def on_white(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, "white")
         white.alpha_composite(rgba)
         return white.convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
@@ -49,7 +50,11 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
                     "wrong channels",
                 )
             image.load()
-            return on_white(ImageOps.exif_transpose(image))
+            if image.format == "TIFF" or not _ORIENTED.isdisjoint(
+                image.info
+            ):  # looking for it is slow for small images
+                ImageOps.exif_transpose(image, in_place=True)
+            return on_white(image)
     except DataError:
         raise
     except FileNotFoundError as error:

@@ -9,8 +9,9 @@ import hashlib
 import io
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class WebDatasetSource(PictureSource):
         self.shards = expand(pattern)
         cache = cache_dir(root) / "webdataset"
         found = [tar_index(shard, cache) for shard in tqdm(self.shards, desc="index", unit="shard", disable=None)]
-        self._starts = np.cumsum([0, *(len(index.keys) for index in found)])
+        self._starts = list(accumulate((len(index.keys) for index in found), initial=0))
         self._offsets = np.concatenate([index.offsets for index in found])
         self._sizes = np.concatenate([index.sizes for index in found])
         self._keys = [key for index in found for key in index.keys]
@@ -59,7 +60,7 @@ class WebDatasetSource(PictureSource):
         self.shape = self.common_shape()
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": {}}  # each process opens the shards itself
@@ -71,7 +72,7 @@ class WebDatasetSource(PictureSource):
         return open_rgb(io.BytesIO(self._content(item)), self.where(item))
 
     def _home(self, item: int) -> int:
-        return int(np.searchsorted(self._starts, item, side="right")) - 1
+        return bisect_right(self._starts, item) - 1
 
     def _content(self, item: int) -> bytes:
         """The bytes of one picture; positions are absolute, so processes can share an open file."""
