@@ -5,7 +5,7 @@
 
 The rules: the middle of the paper's interval (from the data alone); at initialisation, the kappa whose output is nearest
 to the target in norm, and the one whose blocks have the most equal gradients; the kappa with the lowest loss, or the
-least oscillation, in the first third of the steps. Also CS whose coefficients start at 1 and reach kappa^(i-1) after a warm-up.
+least oscillation, in the first third of the steps. Also CS whose coefficients start at 1 and reach kappa^(i-1) later.
 """
 
 from __future__ import annotations

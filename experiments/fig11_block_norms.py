@@ -4,7 +4,8 @@
     python experiments/fig11_block_norms.py --scale gpu                # CIFAR-10, m = 3072
 
 The network has no time input: it predicts the noise from x_t alone. Blocks of one small matrix are measured exactly, by
-their singular values; others by power iteration on the Jacobian at training inputs, which comes from below.
+their singular values; others by power iteration on the Jacobian at fixed inputs, which comes from below. Eq. 17 starts
+from N(0, 2 / m), where the norms are large; torch's own, smaller start is measured too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import tyro
 from common import Options
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones import MatrixUNet
@@ -29,7 +30,22 @@ from scalelong.stability.theory.networks import matrices
 from scalelong.stability.theory.segment import power_iteration
 
 NAME = "fig11-block-norms"
-SKIPS, LAYERS, POINTS = 6, (1, 2), 10
+SKIPS, POINTS = 6, 10
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of network: matrices in a block, and how they start."""
+
+    layers: int
+    kaiming: bool
+
+    def __str__(self) -> str:
+        matrices = "1 matrix" if self.layers == 1 else f"{self.layers} matrices"
+        return f"{matrices} a block, {'N(0, 2/m)' if self.kaiming else 'torch default'}"
+
+
+VARIANTS = (Variant(1, True), Variant(2, True), Variant(1, False))
 
 
 @dataclass(frozen=True)
@@ -43,10 +59,10 @@ def main() -> None:
     options = tyro.cli(Figure11, description=__doc__)
     out = options.folder(NAME)
     torch.set_num_threads(1)
-    rows = [row for layers in LAYERS for seed in options.seeds for row in train(options, layers, seed)]
+    rows = [row for variant in VARIANTS for seed in options.seeds for row in train(options, variant, seed)]
     write_csv(rows, out / "norms.csv")
     draw(rows, out / "fig11.png")
-    claims = [claim for layers in LAYERS for claim in judged([r for r in rows if r["layers"] == layers], layers)]
+    claims = [claim for kind in map(str, VARIANTS) for claim in judged([r for r in rows if r["network"] == kind], kind)]
     steps, name = steps_of(options), data_name(options)
     told = (
         f"matrix UNet, N = {SKIPS}, m = {rows[0]['width']}, {name}, {steps} steps of Adam at {options.lr:g}, batch 64"
@@ -65,23 +81,28 @@ def data_name(options: Options) -> str:
     return "digits" if options.scale == "cpu" else "cifar10"
 
 
-def train(options: Figure11, layers: int, seed: int) -> list[dict[str, Any]]:
+def train(options: Figure11, variant: Variant, seed: int) -> list[dict[str, Any]]:
     """Norms over the training of one network."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source, process, steps = load_source(data_name(options)), VPSDE(), steps_of(options)
     width = source.shape[0] * source.shape[1] * source.shape[2]
     torch.manual_seed(seed)
-    model = MatrixUNet(width, layers, SKIPS).to(device)
+    model = MatrixUNet(width, variant.layers, SKIPS)
+    for layer in [] if variant.kaiming else [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        layer.reset_parameters()
+    model.to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loader, rows = make_loader(source, seed, device, flip=False), []
+    fixed: Tensor | None = None  # the inputs at which norms are measured: the first batch
     batches = loader.batches(torch.arange(steps * 64).split(64))
-    bar = tqdm(enumerate(batches), total=steps, desc=f"{layers} layers, seed {seed}", disable=None)
+    bar = tqdm(enumerate(batches), total=steps, desc=f"{variant}, seed {seed}", disable=None)
     for step, batch in bar:
         t, noise = draw_time_and_noise(process, seed, batch.index, source.shape)
         alpha, sigma = (value.float()[:, None] for value in process.marginal(t))
         x, target = alpha * batch.images.flatten(1) + sigma * noise.flatten(1), noise.flatten(1)
+        fixed = x if fixed is None else fixed
         if step % max(1, steps // POINTS) == 0 or step == steps - 1:
-            rows += measured(model, x, {"layers": layers, "width": width, "seed": seed, "step": step})
+            rows += measured(model, fixed, {"network": str(variant), "width": width, "seed": seed, "step": step})
         loss = (model(x) - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -109,7 +130,7 @@ def composed_norm(model: MatrixUNet, index: int, inputs: Tensor) -> float:
     return max(power_iteration(block, point, 20)[0] for point in inputs[:2])
 
 
-def judged(rows: list[dict[str, Any]], layers: int) -> list[Claim]:
+def judged(rows: list[dict[str, Any]], kind: str) -> list[Claim]:
     """Above 1 throughout, and growing."""
     least = min(row["norm"] for row in rows)
     last = max(row["step"] for row in rows)
@@ -122,12 +143,12 @@ def judged(rows: list[dict[str, Any]], layers: int) -> list[Claim]:
     return [
         Claim(
             "||b_i o a_i|| is above 1 at any iteration (Fig. 11)",
-            f"{layers} matrices a block: the smallest of all is {least:.3f}",
+            f"{kind}: the smallest of all is {least:.3f}",
             least > 1,
         ),
         Claim(
             "||b_i o a_i|| increases monotonically with training (Fig. 11)",
-            f"{layers} matrices a block: larger at step {last} than at 0 for {grown} of {len(curves)} (seed, skip) pairs; "
+            f"{kind}: larger at step {last} than at 0 for {grown} of {len(curves)} (seed, skip) pairs; "
             f"{sum(rises) / len(rises):.0%} of the intervals between records rise",
             all(rise == 1 for rise in rises),
         ),
@@ -137,29 +158,29 @@ def judged(rows: list[dict[str, Any]], layers: int) -> list[Claim]:
 def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """First and last norms of each skip, means over the seeds."""
     table = []
-    for layers, skip in dict.fromkeys((row["layers"], row["skip"]) for row in rows):
-        here = [row for row in rows if (row["layers"], row["skip"]) == (layers, skip)]
+    for kind, skip in dict.fromkeys((row["network"], row["skip"]) for row in rows):
+        here = [row for row in rows if (row["network"], row["skip"]) == (kind, skip)]
         ends = min(row["step"] for row in here), max(row["step"] for row in here)
         values = [[row["norm"] for row in here if row["step"] == step] for step in ends]
         first, last = (sum(v) / len(v) for v in values)
         table.append(
-            {"layers": layers, "skip": skip, "norm_at_start": first, "norm_at_end": last, "growth": last / first}
+            {"network": kind, "skip": skip, "norm_at_start": first, "norm_at_end": last, "growth": last / first}
         )
     return table
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The norms over training, a panel for each number of layers."""
-    figure, panels = plt.subplots(1, len(LAYERS), figsize=(11, 4), layout="constrained")
+    """The norms over training, a panel for each kind of network."""
+    figure, panels = plt.subplots(1, len(VARIANTS), figsize=(14, 4), layout="constrained")
     shades = plt.get_cmap("viridis")
-    for axes, layers in zip(panels, LAYERS, strict=True):
+    for axes, kind in zip(panels, map(str, VARIANTS), strict=True):
         for skip in range(1, SKIPS + 1):
-            here = [row for row in rows if (row["layers"], row["skip"]) == (layers, skip)]
+            here = [row for row in rows if (row["network"], row["skip"]) == (kind, skip)]
             steps = sorted({row["step"] for row in here})
             means = [sum(v) / len(v) for v in ([r["norm"] for r in here if r["step"] == s] for s in steps)]
             axes.plot(steps, means, color=shades((skip - 1) / SKIPS), marker=".", label=f"i = {skip}")
         axes.axhline(1, color="#444444", linestyle="--", linewidth=1)
-        dress(axes, f"||b_i ∘ a_i||, {layers} matrices a block, mean over seeds", "step", "operator norm")
+        dress(axes, kind, "step", "||b_i ∘ a_i||, mean over seeds" if axes is panels[0] else "")
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8, ncols=2)
     save(figure, path)

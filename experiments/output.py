@@ -107,5 +107,12 @@ def _short(value: Any) -> Any:
 
 
 def _relative(arguments: Sequence[str]) -> list[str]:
-    """The script as it is called from the repository's root."""
-    return [f"experiments/{Path(arguments[0]).name}", *arguments[1:]]
+    """The script as it is called from the repository's root, without where its files went."""
+    kept = [f"experiments/{Path(arguments[0]).name}"]
+    rest = iter(arguments[1:])
+    for argument in rest:
+        if argument in ("--out", "--runs"):
+            next(rest, None)
+        else:
+            kept.append(argument)
+    return kept
