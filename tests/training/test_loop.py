@@ -72,7 +72,11 @@ def test_training_learns(tmp_path) -> None:
     assert sum(found[-20:]) < 0.8 * sum(found[:20])
 
 
-@pytest.mark.parametrize("changes", [{}, {"training_accumulate": 2}, {"training_log_every": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"training_accumulate": 2}, {"training_log_every": 5}, {"condition_kind": "class", "condition_drop": 0.3}],
+    ids=str,
+)
 def test_going_on_is_bit_identical_to_never_having_stopped(changes, tmp_path) -> None:
     whole = train(tiny(**changes), tmp_path / "whole")
     train(tiny(training_steps=6, **changes), tmp_path / "parts")

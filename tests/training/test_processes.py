@@ -102,9 +102,10 @@ def test_killed_at_any_moment_the_run_ends_bit_identical(ranks: int, workers: in
     assert_same_run(whole, killed)
 
 
-def test_two_ranks_equal_one(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["none", "class"])
+def test_two_ranks_equal_one(kind: str, tmp_path) -> None:
     """50 steps on one rank, and on two by torchrun and by accelerate launch: the same losses and weights to 1e-5."""
-    changes = {"training_steps": 50, "training_checkpoint_every": 50}
+    changes = {"training_steps": 50, "training_checkpoint_every": 50, "condition_kind": kind}
     one = tmp_path / "one"
     finish(start(one, **changes))
     for launcher in ("torchrun", "accelerate"):
