@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 from common import Options, base_config, label, setting, trained, varied
 from output import Claim, print_claims, print_table, save, write_csv, write_summary
@@ -144,7 +145,8 @@ def draw(images: dict[str, Tensor], runs: dict[str, TrainedRun], path: Path) -> 
     names = next(iter(runs.values())).sizes.class_names[:10]
     figure, axes = plt.subplots(1, len(images), figsize=(4.2 * len(images), 0.55 * len(names) + 0.5), squeeze=False)
     for position, (title, drawn) in enumerate(images.items()):
-        grid = drawn.view(PER_CLASS, len(names), *drawn.shape[1:]).permute(1, 3, 0, 4, 2)  # class, H, turn, W, C
+        framed = F.pad(drawn, [1, 1, 1, 1], value=255)
+        grid = framed.view(PER_CLASS, len(names), *framed.shape[1:]).permute(1, 3, 0, 4, 2)  # class, H, turn, W, C
         rows, height, turns, width, channels = grid.shape
         picture = grid.reshape(rows * height, turns * width, channels).numpy()
         panel = axes[0, position]

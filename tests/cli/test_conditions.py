@@ -1,0 +1,90 @@
+"""Conditional runs from the command line: what is drawn, what is recorded, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from scalelong.cli.main import main
+from scalelong.training import to_yaml
+from tests.data.encoders import make_bert
+from tests.training.tiny import tiny
+
+
+def train(folder, **changes):
+    """A tiny run, made by the command."""
+    (folder / "tiny.yaml").write_text(to_yaml(tiny(training_steps=4, **changes)))
+    arguments = ["train", "digits-demo", "--config", str(folder / "tiny.yaml"), "--out", str(folder / "run")]
+    assert main([*arguments, "--probe-every", "4"]) == 0
+    return folder / "run"
+
+
+def drawn(run, name: str, *arguments: str):
+    assert main(["sample", str(run), "--num", "4", "--out", str(run / name), *arguments]) == 0
+    return np.load(run / f"{name}.npz")["images"].astype(int)
+
+
+def refused(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(list(arguments)) == 1
+    return capsys.readouterr().err
+
+
+def test_classes(tmp_path, capsys) -> None:
+    run = train(tmp_path, condition_kind="class", diffusion_prediction="x0")
+    threes = drawn(run, "threes", "--classes", "3")
+    assert (threes != drawn(run, "sevens", "--classes", "7")).any()
+    mixed = drawn(run, "mixed", "--classes", "3,7")
+    assert np.abs(mixed[::2] - threes[::2]).max() <= 1
+    assert (drawn(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
+    assert "classes: there is no '12'; give 0 .. 9" in refused(capsys, "sample", str(run), "--classes", "12")
+    assert "the run's condition is class, not text" in refused(capsys, "sample", str(run), "--prompt", "a red apple")
+    measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "70", "--guidance", "2"]
+    assert main(measure) == 0
+    assert "guidance 2" in capsys.readouterr().out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
+    assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
+
+
+def test_prompts(tmp_path, capsys) -> None:
+    bert = make_bert(tmp_path / "bert")
+    run = train(
+        tmp_path,
+        data_name="emoji32",
+        data_split="unseen",
+        data_root=str(tmp_path / "cache"),
+        model_patch_size=16,
+        condition_kind="text",
+        condition_encoder=str(bert),
+        condition_max_tokens=6,
+        sampling_guidance=2.0,
+    )
+    apples = drawn(run, "apples", "--prompt", "a red apple")
+    assert (apples != drawn(run, "flags", "--prompt", "a green flag")).any()
+    null = drawn(run, "null", "--prompt", "", "--guidance", "1")
+    assert np.abs(drawn(run, "null-guided", "--prompt", "", "--guidance", "6") - null).max() <= 1
+    drawn(run, "captions")
+    wide = make_bert(tmp_path / "wide", width=32)
+    arguments = ["sample", str(run), "--prompt", "a face", "--encoder", str(wide)]
+    assert "has width 32, the run was trained with 16" in refused(capsys, *arguments)
+    assert "the run's condition is text" in refused(capsys, "sample", str(run), "--classes", "1")
+
+
+def test_an_unconditional_run_takes_neither(tmp_path, capsys) -> None:
+    run = train(tmp_path)
+    assert "the run's condition is none" in refused(capsys, "sample", str(run), "--classes", "1")
+    assert "the run's condition is none, not text" in refused(capsys, "sample", str(run), "--prompt", "x")
+    assert "guidance: 2.0, but the run has no condition" in refused(capsys, "sample", str(run), "--guidance", "2")
+    assert not (run / "samples").exists()
+
+
+@pytest.mark.parametrize("preset", ["imagenet64-unet", "coco-uvit-s2"])
+def test_a_dry_run_tells_the_size_before_the_data_is_there(preset, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", preset, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "data        not there yet" in printed
+    assert {"imagenet64-unet": "parameters  144,394,723", "coco-uvit-s2": "parameters  44,692,644"}[preset] in printed
