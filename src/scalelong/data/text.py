@@ -7,16 +7,19 @@ neither the encoder nor a network. Shapes: n captions, T tokens, D width of the 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import logging
+import os
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -45,19 +48,22 @@ class TextEncoder:
         where = str(fetch(MINILM, root)) if name == MINILM else str(Path(name).expanduser())
         where = where if Path(where).is_dir() else name
         self.name, self.max_tokens, self.device = name, max_tokens, torch.device(device)
-        self._tokenizer, self._model, limit = _load(where, name)
+        self.tokenizer, self.model, limit = _load(where, name)
         if max_tokens > limit:
             raise ValueError(f"condition.max_tokens: {max_tokens}, but {name} reads at most {limit}; use that or less")
-        self._model.to(self.device).eval().requires_grad_(False)
-        self._keeps_padding = type(self._model).__name__.startswith("CLIP")  # as those who condition on CLIP do
-        self.fingerprint = _fingerprint(self._model)
+        self.model.to(self.device).eval().requires_grad_(False)
+        self._keeps_padding = type(self.model).__name__.startswith("CLIP")  # as those who condition on CLIP do
+        self.fingerprint = _fingerprint(self.model)
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """float16 (n, T, D) on the CPU; beyond the end of a text zeros, except for CLIP, which has features there too."""
+        return torch.cat(list(self.batches(texts)))
 
     @torch.no_grad()
-    def __call__(self, texts: Sequence[str], batch_size: int = 64) -> Tensor:
-        """float16 (n, T, D) on the CPU; beyond the end of a text zeros, except for CLIP, which has features there too."""
-        parts = []
+    def batches(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[Tensor]:
+        """The same in parts, for more captions than memory holds."""
         for start in tqdm(range(0, len(texts), batch_size), desc=f"encode with {self.name}", disable=None):
-            tokens = self._tokenizer(
+            tokens = self.tokenizer(
                 list(texts[start : start + batch_size]),
                 padding="max_length",
                 truncation=True,
@@ -65,13 +71,12 @@ class TextEncoder:
                 return_tensors="pt",
             ).to(self.device)
             if self._keeps_padding:
-                hidden = self._model(input_ids=tokens["input_ids"]).last_hidden_state
+                hidden = self.model(input_ids=tokens["input_ids"]).last_hidden_state
             else:
                 mask = tokens["attention_mask"]
-                hidden = self._model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
+                hidden = self.model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
                 hidden = hidden * mask[..., None]
-            parts.append(hidden.half().cpu())
-        return torch.cat(parts)
+            yield hidden.half().cpu()
 
 
 def encode_text(
@@ -84,14 +89,10 @@ def encode_text(
 ) -> TextFeatures:
     """The features of these captions, from the cache folder or computed into it."""
     path = feature_file(captions, encoder, max_tokens, root)
-    if path.is_file():
-        return read_features(path, len(captions))
-    model = TextEncoder(encoder, max_tokens, root, device)
-    rows = model(["", *captions])
-    found = TextFeatures(rows[1:].clone(), rows[0].clone(), model.fingerprint)
-    _write(found, path)
-    logger.info("%s: features of %d captions by %s", path, len(captions), encoder)
-    return found
+    if not path.is_file():
+        _write(TextEncoder(encoder, max_tokens, root, device), captions, path)
+        logger.info("%s: features of %d captions by %s", path, len(captions), encoder)
+    return read_features(path, len(captions))
 
 
 def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: str | Path | None = None) -> Path:
@@ -121,11 +122,26 @@ def read_features(path: Path, count: int) -> TextFeatures:
     return found
 
 
-def _write(found: TextFeatures, path: Path) -> None:
+def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
+    """A safetensors file, part by part: a table of contents, the features of the empty caption, then the rows."""
+    null = encoder([""])[0]
+    size, rows = null.nbytes, [len(captions), *null.shape]
+    table = {
+        "__metadata__": {"encoder": encoder.fingerprint},
+        "null": {"dtype": "F16", "shape": list(null.shape), "data_offsets": [0, size]},
+        "rows": {"dtype": "F16", "shape": rows, "data_offsets": [size, size * (len(captions) + 1)]},
+    }
+    header = json.dumps(table).encode()
+    header += b" " * (-len(header) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.partial")
     try:
-        save_file({"rows": found.rows, "null": found.null}, staged, metadata={"encoder": found.encoder})
+        with staged.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for part in itertools.chain([null], encoder.batches(captions)):
+                file.write(part.contiguous().numpy().tobytes())
+            file.flush()
+            os.fsync(file.fileno())
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)

@@ -7,6 +7,15 @@ from scalelong.report.series import Record, RunSeries
 
 def model_card(run: RunSeries, step: int, weights: str, shape: tuple[int, int, int]) -> str:
     """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
+    return _card(run, step, weights, _LOADING.format(shape=shape))
+
+
+def pipeline_card(run: RunSeries, step: int, weights: str) -> str:
+    """Markdown to lie in a folder that diffusers loads."""
+    return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
+
+
+def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
     config = run.config
     scaling = ", ".join(f"{key} = {value}" for key, value in config.scaling.options().items() if key != "allow_amplify")
     prediction = config.diffusion.prediction or "the process's default target"
@@ -25,7 +34,7 @@ def model_card(run: RunSeries, step: int, weights: str, shape: tuple[int, int, i
     ]
     measured = [record for record in run.evaluation if record["step"] == step]
     lines += [_quality(record) for record in measured] or ["Not measured at this step."]
-    lines += ["", "## How to load", "", "```python", _LOADING.format(shape=shape), "```", ""]
+    lines += ["", "## How to load", "", "```python", loading, "```", ""]
     return "\n".join(lines)
 
 
@@ -35,6 +44,12 @@ from scalelong.training.build import build_model
 
 model = build_model(from_yaml("config.yaml"), {shape})
 scalelong.load(model, ".")"""
+
+
+_LOADING_PIPELINE = """from diffusers import DiffusionPipeline
+
+pipe = DiffusionPipeline.from_pretrained(".", trust_remote_code=True)  # runs the code in this folder, if it holds any
+image = pipe(num_inference_steps=50).images[0]"""
 
 
 def _kappa(run: RunSeries) -> str:

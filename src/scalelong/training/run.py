@@ -18,6 +18,7 @@ from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
 from scalelong.training.config import MAY_CHANGE, RunConfig, differences
 from scalelong.training.events import CHECKPOINT_KIND, METRICS, read_events
+from scalelong.training.exported import is_exported, read_exported
 from scalelong.training.sizes import Conditioning
 from scalelong.training.yaml_file import from_yaml, to_yaml
 
@@ -102,8 +103,13 @@ class TrainedRun:
 def load_run(
     folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
 ) -> TrainedRun:
-    """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint."""
+    """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint.
+
+    A pipeline that `scalelong export --format diffusers` wrote is a run too, of the one model that it holds.
+    """
     folder = Path(folder)
+    if is_exported(folder):
+        return _load_exported(folder, step, device)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(
             f"{folder}: is no run (it holds no {CONFIG}); give the folder that scalelong train wrote"
@@ -125,3 +131,12 @@ def load_run(
     model.to(device).eval().requires_grad_(False)
     shape, data = (channels, height, width), checkpoint.state["data"]
     return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data)
+
+
+def _load_exported(folder: Path, step: int | None, device: str | torch.device) -> TrainedRun:
+    config, found, model = read_exported(folder)
+    if step not in (None, found.step):
+        raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
+    model.to(device).eval().requires_grad_(False)
+    objective = build_objective(config)
+    return TrainedRun(folder, config, model, objective, found.shape, found.step, found.condition, found.data)

@@ -1,0 +1,165 @@
+"""A pipeline for pixel and latent diffusion, without a condition, by class or by text. An exported folder holds this file."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+
+class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Any denoiser called as diffusers' UNets are, with any scheduler; parts that a model does not need are None."""
+
+    _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012
+    model_cpu_offload_seq = "text_encoder->unet->vae"
+
+    def __init__(
+        self,
+        unet: Any,
+        scheduler: Any,
+        vae: Any = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        num_classes: int = 0,
+        null_class: bool = False,
+        class_names: Sequence[str] = (),
+        text_tokens: int = 0,
+        latent_scale: float = 1.0,
+        latent_shift: float = 0.0,
+        default_steps: int = 50,
+        default_guidance: float = 1.0,
+        guidance_interval: Sequence[float | None] = (0.0, None),
+    ) -> None:
+        super().__init__()
+        self.register_modules(unet=unet, scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)
+        self.register_to_config(
+            num_classes=num_classes,
+            null_class=null_class,
+            class_names=list(class_names),
+            text_tokens=text_tokens,
+            latent_scale=latent_scale,
+            latent_shift=latent_shift,
+            default_steps=default_steps,
+            default_guidance=default_guidance,
+            guidance_interval=list(guidance_interval),
+        )
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        batch_size: int = 1,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: Sequence[int | str] | Tensor | None = None,
+        guidance_scale: float | None = None,
+        num_inference_steps: int | None = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> Any:
+        """Draw images. latents: N(0, 1) noise to start from. output_type: pil, np, pt (in [0, 1]) or latent."""
+        given, null, batch_size = self._condition(prompt, class_labels, batch_size if latents is None else len(latents))
+        scale = self.config.default_guidance if guidance_scale is None else guidance_scale
+        if scale != 1 and null is None:
+            raise ValueError(f"guidance_scale: {scale}, but this model knows no null condition; leave it at 1")
+        shape = (batch_size, self.unet.config.in_channels, *(self.unet.config.sample_size,) * 2)
+        device, dtype = self._execution_device, self.unet.dtype
+        x = randn_tensor(shape, generator, device, dtype) if latents is None else latents.to(device, dtype)
+        self.scheduler.set_timesteps(num_inference_steps or self.config.default_steps, device=device)
+        x = x * self.scheduler.init_noise_sigma
+        options = {"generator": generator} if "generator" in inspect.signature(self.scheduler.step).parameters else {}
+        for t in self.progress_bar(self.scheduler.timesteps):
+            guides = scale != 1 and self._guides_at(t)
+            output = self._predict(self.scheduler.scale_model_input(x, t), t, given, null if guides else None, scale)
+            x = self.scheduler.step(output, t, x, **options).prev_sample
+        return self._finish(x, output_type, return_dict)
+
+    def _predict(
+        self, x: Tensor, t: Tensor, given: dict[str, Tensor], null: dict[str, Tensor] | None, scale: float
+    ) -> Tensor:
+        """The network's output, moved away from what it says without the condition."""
+        time = t.to(x.device).expand(len(x))
+        if null is None:
+            plain: Tensor = self.unet(x, time, **given, return_dict=False)[0]
+            return plain
+        both = {name: torch.cat([value, null[name].expand(value.shape)]) for name, value in given.items()}
+        output = self.unet(torch.cat([x, x]), torch.cat([time, time]), **both, return_dict=False)[0]
+        told, untold = output.chunk(2)
+        moved: Tensor = untold + scale * (told - untold)
+        return moved
+
+    def _guides_at(self, t: Tensor) -> bool:
+        """Whether the noise level sigma / alpha lies in the interval of guidance."""
+        low, high = self.config.guidance_interval
+        if (low or 0.0) == 0.0 and high is None:
+            return True
+        if hasattr(self.scheduler, "alphas_cumprod"):
+            alpha_bar = float(self.scheduler.alphas_cumprod[int(t)])
+            level = math.sqrt((1 - alpha_bar) / alpha_bar)
+        else:
+            level = math.exp(4 * float(t))  # EDM: t is ln(sigma) / 4
+        return (low or 0.0) <= level <= (math.inf if high is None else high)
+
+    def _condition(
+        self, prompt: str | Sequence[str] | None, class_labels: Sequence[int | str] | Tensor | None, batch_size: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
+        """What the network is told, what stands for "not told", and how many images that makes."""
+        if self.text_encoder is not None:
+            texts = [prompt] * batch_size if isinstance(prompt, str) or prompt is None else list(prompt)
+            rows = self._encode(["", *[text or "" for text in texts]])
+            return {"encoder_hidden_states": rows[1:]}, {"encoder_hidden_states": rows[:1]}, len(texts)
+        if prompt is not None:
+            raise ValueError("prompt: this model is not told texts; leave it out")
+        if not self.config.num_classes:
+            if class_labels is not None:
+                raise ValueError("class_labels: this model is not told classes; leave them out")
+            return {}, None, batch_size
+        chosen = range(batch_size) if class_labels is None else class_labels
+        numbers = [self._class(each) for each in (chosen.tolist() if isinstance(chosen, Tensor) else chosen)]
+        labels = torch.tensor(numbers, device=self._execution_device)
+        null = torch.tensor([self.config.num_classes], device=self._execution_device)
+        return {"class_labels": labels}, {"class_labels": null} if self.config.null_class else None, len(labels)
+
+    def _class(self, label: int | str) -> int:
+        if isinstance(label, str) and label in self.config.class_names:
+            return int(self.config.class_names.index(label))
+        if isinstance(label, int) and 0 <= label < self.config.num_classes:
+            return label
+        raise ValueError(
+            f"class_labels: there is no {label!r}; give 0 .. {self.config.num_classes - 1} or a class name"
+        )
+
+    def _encode(self, texts: list[str]) -> Tensor:
+        """Features of the tokens; behind the end of a text zeros, except for CLIP, which has features there too."""
+        tokens = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=self.config.text_tokens, return_tensors="pt"
+        ).to(self._execution_device)
+        if type(self.text_encoder).__name__.startswith("CLIP"):
+            hidden = self.text_encoder(input_ids=tokens["input_ids"]).last_hidden_state
+        else:
+            mask = tokens["attention_mask"]
+            hidden = self.text_encoder(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
+            hidden = hidden * mask[..., None]
+        rows: Tensor = hidden.half().to(self.unet.dtype)  # rounded as the features were that it was trained with
+        return rows
+
+    def _finish(self, x: Tensor, output_type: str, return_dict: bool) -> Any:
+        images: Any = x
+        if output_type != "latent":
+            if self.vae is not None:
+                images = self.vae.decode(
+                    (x / self.config.latent_scale + self.config.latent_shift).to(self.vae.dtype)
+                ).sample
+            images = (images / 2 + 0.5).clamp(0, 1)
+        if output_type in ("np", "pil"):
+            images = images.float().cpu().permute(0, 2, 3, 1).numpy()
+        if output_type == "pil":
+            images = self.numpy_to_pil(images)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
