@@ -98,8 +98,9 @@ def encode_text(
 def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: str | Path | None = None) -> Path:
     """Where the features of these captions lie; a folder's encoder goes by its weights, any other by its name."""
     folder = Path(encoder).expanduser()
-    weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    name = ",".join([encoder if not folder.is_dir() else "folder", *(file_digest(file, "sha256") for file in weights)])
+    local = encoder != MINILM and folder.is_dir()
+    weights = sorted(folder.glob("*.safetensors")) if local else []
+    name = ",".join(["folder" if local else encoder, *(file_digest(file, "sha256") for file in weights)])
     digest = hashlib.sha256(f"{name}\0{max_tokens}\0".encode())
     for caption in captions:
         digest.update(caption.encode() + b"\0")
