@@ -9,6 +9,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -23,6 +24,7 @@ class Benchmark:
     num: int = 10_000
     steps: int = 50
     batch_sizes: tuple[int, ...] = (1000, 2000)
+    modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
     precision: str = "bf16"
     weights: str | None = None  # the Inception's file; default: fetched
     out: str = ""
@@ -36,7 +38,8 @@ def main() -> None:
     with torch.no_grad():
         model.final_layer.weight.mul_(0.1)  # untrained weights: keep the images finite
     rows, images = [], torch.empty(0)
-    for what, net in (("eager", model), ("compiled", torch.compile(model))):
+    for what in command.modes:
+        net = torch.compile(model) if what == "compiled" else model
         for batch_size in command.batch_sizes:
             options = {
                 "shape": (3, 32, 32), "sampler": "dpm++2m", "batch_size": batch_size, "clip": True,

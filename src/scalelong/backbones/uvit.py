@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from scalelong.backbones.fused import drawing_type, linear_gelu
+
 
 @dataclass(frozen=True, kw_only=True)
 class UViTConfig:
@@ -133,7 +135,9 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        dtype = drawing_type(x)
+        hidden = F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
+        mixed: Tensor = self.fc2(hidden)
         return mixed
 
 
@@ -227,6 +231,9 @@ class UViT(nn.Module):
         self._check_inputs(x, class_labels, context)
         tokens = torch.cat([*self._extra_tokens(x, time, class_labels, context), self.patch_embed(x)], dim=1)
         tokens = tokens + self.pos_embed
+        tokens = tokens.to(
+            drawing_type(tokens) or tokens.dtype
+        )  # the residual path in 16 bits halves what LayerNorm moves
         skips: list[Tensor] = []
         for block in self.in_blocks:
             tokens = self._run(block, tokens)
