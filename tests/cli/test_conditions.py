@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def refused(capsys, *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def test_classes(tmp_path, capsys) -> None:
+def test_classes(tmp_path, capsys, monkeypatch) -> None:
     run = train(tmp_path, condition_kind="class", diffusion_prediction="x0")
     threes = drawn(run, "threes", "--classes", "3")
     assert (threes != drawn(run, "sevens", "--classes", "7")).any()
@@ -47,6 +48,11 @@ def test_classes(tmp_path, capsys) -> None:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
     assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
+    assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "- **Condition**: the class; left out of 10% of the samples" in card
+    monkeypatch.chdir(tmp_path / "exported")
+    exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], {})
 
 
 def test_prompts(tmp_path, capsys) -> None:

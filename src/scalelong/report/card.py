@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from scalelong.report.series import Record, RunSeries
+from scalelong.training.config import ConditionSettings
+from scalelong.training.sizes import Conditioning
 
 
-def model_card(run: RunSeries, step: int, weights: str, shape: tuple[int, int, int]) -> str:
+def model_card(
+    run: RunSeries, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
+) -> str:
     """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
-    return _card(run, step, weights, _LOADING.format(shape=shape))
+    if sizes is None or sizes == Conditioning():
+        return _card(run, step, weights, _LOADING.format(more="", arguments=shape))
+    told = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
+    given = ", ".join(f"{key}={value}" for key, value in told.items() if value and isinstance(value, int))
+    more = "\nfrom scalelong.training.sizes import Conditioning"
+    return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 
 def pipeline_card(run: RunSeries, step: int, weights: str) -> str:
@@ -25,6 +36,7 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
         f"- **Data**: `{config.data.name}`, split {config.data.split}, flips {'on' if config.data.flip else 'off'}",
         f"- **Long skips**: {config.scaling.method}" + (f" ({scaling})" if scaling else "") + _kappa(run),
         f"- **Training**: {step:,} steps at batch {config.training.batch_size}, seed {run.seed}",
+        f"- **Condition**: {_condition(config.condition)}",
         f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
         f"- **Weights**: {'averaged (EMA)' if weights == 'ema' else 'as trained'}",
         f"- **Trained on**: {run.start[-1].get('device', 'unknown') if run.start else 'unknown'}",
@@ -40,9 +52,9 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
 
 _LOADING = """import scalelong
 from scalelong.training import from_yaml
-from scalelong.training.build import build_model
+from scalelong.training.build import build_model{more}
 
-model = build_model(from_yaml("config.yaml"), {shape})
+model = build_model(from_yaml("config.yaml"), {arguments})
 scalelong.load(model, ".")"""
 
 
@@ -50,6 +62,11 @@ _LOADING_PIPELINE = """from diffusers import DiffusionPipeline
 
 pipe = DiffusionPipeline.from_pretrained(".", trust_remote_code=True)  # runs the code in this folder, if it holds any
 image = pipe(num_inference_steps=50).images[0]"""
+
+
+def _condition(settings: ConditionSettings) -> str:
+    what = {"none": "none", "class": "the class", "text": f"a text, by {settings.encoder}"}[settings.kind]
+    return what if settings.kind == "none" else f"{what}; left out of {settings.drop:.0%} of the samples"
 
 
 def _kappa(run: RunSeries) -> str:

@@ -48,5 +48,6 @@ def _metric(record: Record) -> Metric | None:
     name, value, n = record.get("metric"), record.get("value"), record.get("n")
     if not isinstance(name, str) or not isinstance(value, (int, float)) or value != value:
         return None
-    sampler = f"{record['sampler']} {record.get('sampler_steps', '')} steps" if record.get("sampler") else ""
+    guidance = f", guidance {record['guidance']:g}" if record.get("guidance", 1) != 1 else ""
+    sampler = f"{record['sampler']} {record.get('sampler_steps', '')} steps{guidance}" if record.get("sampler") else ""
     return Metric(name, n if isinstance(n, int) else 0, str(record.get("extractor", "")), sampler)
