@@ -50,7 +50,7 @@ def main() -> None:
     out = options.folder(NAME)
     base = conditional_config(options)
     configs = [varied(base, method, seed) for method in options.methods for seed in options.seeds]
-    found = trained(configs, options)
+    found = trained(configs, options, probe_every=100)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs = {f"{label(series)}, seed {series.seed}": load_run(series.folder, device=device) for series in found}
     rows = [
@@ -86,7 +86,6 @@ def evaluations(run: TrainedRun, options: Conditional, device: torch.device) -> 
         num_images=options.images or (10_000 if gpu else 500),
         batch_size=1000 if gpu else 100,
         precision="bf16" if gpu else "fp32",
-        compile=gpu,
     )
     return [
         evaluate_run(run, extractor, reference, dataclasses.replace(protocol, guidance=scale), 0, condition=condition)

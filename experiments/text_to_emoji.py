@@ -62,7 +62,7 @@ def main() -> None:
     out = options.folder(NAME)
     base = text_config(options)
     configs = [varied(base, method, seed) for method in options.methods for seed in options.seeds]
-    found = trained(configs, options)
+    found = trained(configs, options, probe_every=100)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     seen, unseen = pairs(base, "seen", device), pairs(base, "unseen", device)
     judges = train_judges(seen, unseen, options.probe_steps or (3000 if options.scale == "gpu" else 300), device)
