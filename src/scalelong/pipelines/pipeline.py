@@ -28,13 +28,13 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         tokenizer: Any = None,
         num_classes: int = 0,
         null_class: bool = False,
-        class_names: Sequence[str] = (),
+        class_names: Any = (),  # of strings
         text_tokens: int = 0,
         latent_scale: float = 1.0,
         latent_shift: float = 0.0,
         default_steps: int = 50,
         default_guidance: float = 1.0,
-        guidance_interval: Sequence[float | None] = (0.0, None),
+        guidance_interval: Any = (0.0, None),  # lowest and highest sigma / alpha; None: no bound
     ) -> None:
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)

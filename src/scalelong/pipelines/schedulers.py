@@ -1,7 +1,8 @@
 """The diffusers scheduler that stands for a process: same noise levels, same times told to the network.
 
 Continuous processes tell the network t * 999, so timestep i of 1000 stands for t = i / 999. At i = 0 there would be no
-noise at all, which schedulers divide by; that entry alone is of t = 1e-4.
+noise at all, which schedulers divide by; that entry alone is of another time, just below that of i = 1, so that grids
+which reach from the first to the last entry end where those of `scalelong.diffusion` do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 
 from scalelong.diffusion import DDPM, EDM, Objective
-from scalelong.diffusion.process import TIME_SCALE, ContinuousVP, Process
+from scalelong.diffusion.process import LAST_TIME, TIME_SCALE, ContinuousVP, Process
 
 TIMESTEPS = int(TIME_SCALE) + 1
-FIRST_TIME = 1e-4
+FIRST_TIME = 0.9 * LAST_TIME
 _MAX_BETA = 0.999
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
 
