@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
+import re
 import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +17,6 @@ from torch import nn
 
 import scalelong
 from scalelong.backbones import UViT
-from scalelong.backbones import uvit as uvit_code
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
 from scalelong.data.text import TextEncoder
@@ -30,7 +31,8 @@ from scalelong.training.exported import DENOISER, Description
 
 _UVIT_FILE = "modeling_uvit"
 _UNET_FILE = "modeling_scaled"
-_LEFT_OUT = ("from __future__ import annotations\n", "from scalelong.backbones.uvit import UViT, UViTConfig\n")
+_FUTURE = "from __future__ import annotations\n"
+_OUR_IMPORT = re.compile(r"^from (scalelong\.[\w.]+) import [^(\n]+\n", re.MULTILINE)
 
 Entry = tuple[str, str]  # library or file, class
 
@@ -139,10 +141,19 @@ def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Entry:
 
 def _uvit_file() -> str:
     """The network and its model for diffusers in one file, which is what diffusers fetches of a part."""
-    wrapper = inspect.getsource(uvit_model_code)
-    for line in _LEFT_OUT:
-        wrapper = wrapper.replace(line, "")
-    return f"{inspect.getsource(uvit_code)}\n\n{wrapper}"
+    parts: dict[str, str] = {}
+    _gather(uvit_model_code.__name__, parts)
+    return f"{_FUTURE}\n" + "\n\n".join(parts.values())
+
+
+def _gather(name: str, parts: dict[str, str]) -> None:
+    """The source of a module, after that of the modules of ours that it imports, without these imports."""
+    source = inspect.getsource(importlib.import_module(name))
+    for inner in _OUR_IMPORT.findall(source):
+        if inner not in parts:
+            _gather(inner, parts)
+    source = _OUR_IMPORT.sub("", source).replace(_FUTURE, "")
+    parts[name] = source.replace('"scalelong::', '"scalelong_exported::')  # an operator's name is given only once
 
 
 def _write_text_encoder(run: TrainedRun, folder: Path) -> dict[str, Entry]:
