@@ -81,6 +81,19 @@ def test_captions_become_rows_and_the_null_is_the_empty_prompt(text_run) -> None
     torch.testing.assert_close(told[~dropped], rows[~dropped], rtol=0, atol=2e-3)
 
 
+def test_an_item_of_several_captions_gets_its_own(text_run) -> None:
+    source = picture_source()
+    source.captions = [*CAPTIONS, "green apple", "red face"]
+    source.caption_counts = torch.tensor([3, 1, 1, 1])
+    condition = make_condition(text_run, source, CPU)
+    batch = make_loader(source, 0, flip=False).batch(torch.arange(100))
+    told = condition.of_batch(batch)["context"]
+    rows = choose_prompts(text_run, condition.sizes, ["", *source.captions], CPU).turns
+    nearest = torch.cdist(told.flatten(1), rows.flatten(1)).argmin(dim=1)  # 0: dropped, else the caption's number + 1
+    assert {int(caption) for caption in nearest[batch.items == 0]} - {0} == {1, 2, 3}
+    assert {int(caption) for caption in nearest[batch.items == 3]} - {0} == {6}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,6 +12,7 @@ from scalelong.training import RunConfig
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.presets import EXPECTED
+from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Stepper
 
 
@@ -43,6 +44,8 @@ def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
 def _print_expected(config: RunConfig, error: Exception) -> None:
     """What can be told of a preset whose data is not there yet."""
     shape, sizes = EXPECTED[config.data.name]
+    sizes = dataclasses.replace(sizes, null_class=sizes.num_classes > 0 and config.condition.drop > 0)
+    sizes = sizes if config.condition.kind != "none" else Conditioning()
     with torch.device("meta"):
         model = build_model(config, shape, sizes)
     print(f"data        not there yet: {error}")
