@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from functools import partial
 
 import torch
+from ensemble import Course, Member
 
 from scalelong.backbones import as_network
-from scalelong.data import Source, load_source, to_float
+from scalelong.data import Source, to_float
 from scalelong.diffusion import draw_time_and_noise
-from scalelong.report.series import RunSeries
 from scalelong.skips import find_skips
 from scalelong.stability import OscillationProbe, recommend_kappa, relative_oscillation
 from scalelong.training import RunConfig
@@ -20,9 +20,10 @@ from scalelong.training.build import build_model, build_objective
 
 GRID = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 PILOT_SHARE = 1 / 3  # of a run: what may be spent on a pilot here
-INTERVAL, OUTPUT, GRADIENTS = "middle of the interval", "output norm at init", "equal gradients at init"
+INTERVAL, HELD = "middle of the interval", "0.7 held in the interval"
+OUTPUT, GRADIENTS = "output norm at init", "equal gradients at init"
 PILOT_LOSS, PILOT_OSCILLATION = "pilot, lowest loss", "pilot, least oscillation"
-RULES = (INTERVAL, OUTPUT, GRADIENTS, PILOT_LOSS, PILOT_OSCILLATION)
+RULES = (INTERVAL, HELD, OUTPUT, GRADIENTS, PILOT_LOSS, PILOT_OSCILLATION)
 
 
 @dataclass(frozen=True)
@@ -38,33 +39,31 @@ class Chosen:
         return min(GRID, key=lambda kappa: abs(kappa - self.kappa))
 
 
-def choices(runs: Sequence[RunSeries]) -> list[Chosen]:
-    """Every rule's choice for every seed of a grid of runs."""
+def choices(config: RunConfig, source: Source, members: Sequence[Member], course: Course) -> list[Chosen]:
+    """Every rule's choice for every seed of a grid of constant kappas."""
+    objective = build_objective(config)
+    with torch.device("meta"):
+        skips = len(find_skips(build_model(config, source.shape)))
+    paper = recommend_kappa(source, objective.process, skips, prediction=objective.prediction)
+    low, high = paper.kappa_interval
     found = []
-    for seed in sorted({run.seed for run in runs}):
-        own = {run.config.scaling.kappa: run for run in runs if run.seed == seed}
-        config = own[1.0].config
-        source = load_source(config.data.name, image_size=config.data.image_size, root=config.data.root)
+    for seed in dict.fromkeys(member.seed for member in members):
+        column = {m.kappa: i for i, m in enumerate(members) if m.seed == seed and not m.warm_steps}
+        here = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
         found += [
-            Chosen(INTERVAL, seed, from_interval(config, source)),
-            Chosen(OUTPUT, seed, _best(lambda k, c=config, s=source: output_mismatch(_with(c, k), s))),
-            Chosen(GRADIENTS, seed, _best(lambda k, c=config, s=source: gradient_imbalance(_with(c, k), s))),
-            Chosen(PILOT_LOSS, seed, _best(lambda k, runs=own: pilot_loss(runs[k]))),
-            Chosen(PILOT_OSCILLATION, seed, _best(lambda k, runs=own: pilot_oscillation(runs[k]))),
+            Chosen(INTERVAL, seed, paper.middle),
+            Chosen(HELD, seed, min(max(0.7, low), high)),
+            Chosen(OUTPUT, seed, _best(partial(output_mismatch, here, source))),
+            Chosen(GRADIENTS, seed, _best(partial(gradient_imbalance, here, source))),
+            Chosen(PILOT_LOSS, seed, _best(partial(pilot_loss, course, column))),
+            Chosen(PILOT_OSCILLATION, seed, _best(partial(pilot_oscillation, course, column))),
         ]
     return found
 
 
-def from_interval(config: RunConfig, source: Source) -> float:
-    """recommend_kappa: the data, the noise and the number of skips."""
-    with torch.device("meta"):
-        skips = len(find_skips(build_model(config, source.shape)))
-    objective = build_objective(config)
-    return recommend_kappa(source, objective.process, skips, prediction=objective.prediction).kappa
-
-
-def output_mismatch(config: RunConfig, source: Source) -> float:
+def output_mismatch(config: RunConfig, source: Source, kappa: float) -> float:
     """|log(||output|| / ||target||)| at initialisation."""
+    config = _with(config, kappa)
     objective = build_objective(config)
     images, t, noise = _batch(config, source)
     alpha, sigma = (value.float()[:, None, None, None] for value in objective.process.marginal(t))
@@ -75,8 +74,9 @@ def output_mismatch(config: RunConfig, source: Source) -> float:
     return float((output.norm() / (p * images + q * noise).norm()).log().abs())
 
 
-def gradient_imbalance(config: RunConfig, source: Source) -> float:
+def gradient_imbalance(config: RunConfig, source: Source, kappa: float) -> float:
     """The standard deviation over the blocks of log ||gradient|| at initialisation."""
+    config = _with(config, kappa)
     images, t, noise = _batch(config, source)
     model = build_model(config, source.shape)
     build_objective(config).loss(as_network(model), images, noise, t).mean().backward()
@@ -84,25 +84,18 @@ def gradient_imbalance(config: RunConfig, source: Source) -> float:
     return float(torch.tensor(list(norms.values())).log().std())
 
 
-def pilot_loss(run: RunSeries) -> float:
+def pilot_loss(course: Course, column: dict[float, int], kappa: float) -> float:
     """Mean loss over the second half of the pilot."""
-    last = pilot_steps(run)
-    steps, losses = run.column("train", "loss", last)
-    return mean(loss for step, loss in zip(steps, losses, strict=True) if step > last // 2)
+    last = int(PILOT_SHARE * len(course.losses))
+    return float(course.losses[last // 2 : last, column[kappa]].mean())
 
 
-def pilot_oscillation(run: RunSeries) -> float:
+def pilot_oscillation(course: Course, column: dict[float, int], kappa: float) -> float:
     """Mean over the blocks of the relative oscillation in the second half of the pilot."""
-    last, found = pilot_steps(run), []
-    for block in run.blocks:
-        steps, norms = run.column("probe", f"norm/{block}", last)
-        found.append(relative_oscillation([n for s, n in zip(steps, norms, strict=True) if s > last // 2]))
-    return mean(found)
-
-
-def pilot_steps(run: RunSeries) -> int:
-    """How long the pilot is: the first part of the run itself."""
-    return int(PILOT_SHARE * run.config.training.steps)
+    last = int(PILOT_SHARE * len(course.losses))
+    kept = [i for i, step in enumerate(course.norm_steps) if last // 2 < step <= last]
+    norms = [values[kept, column[kappa]].tolist() for values in course.norms.values()]
+    return sum(map(relative_oscillation, norms)) / len(norms)
 
 
 def _best(score: Callable[[float], float]) -> float:
@@ -110,7 +103,7 @@ def _best(score: Callable[[float], float]) -> float:
 
 
 def _with(config: RunConfig, kappa: float) -> RunConfig:
-    return dataclasses.replace(config, scaling=dataclasses.replace(config.scaling, kappa=kappa))
+    return dataclasses.replace(config, scaling=dataclasses.replace(config.scaling, method="cs", kappa=kappa))
 
 
 def _batch(config: RunConfig, source: Source, size: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from scalelong.report.series import RunSeries, read_run
-from scalelong.skips import scaling_of
 from scalelong.stability import relative_oscillation
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.config import (
@@ -112,20 +111,14 @@ def run_key(config: RunConfig) -> str:
     )
 
 
-def trained(
-    configs: Sequence[RunConfig], options: Options, probe_every: int = 10, warm_share: float = 0.0
-) -> list[RunSeries]:
-    """The runs of these configurations, in order; those that are not complete are trained first, `jobs` at once.
-
-    warm_share: over this share of the steps the coefficients go from 1 to those of the method.
-    """
-    suffix = f"-warmed{warm_share:g}" if warm_share else ""
-    folders = [Path(options.runs) / (run_key(config) + suffix) for config in configs]
+def trained(configs: Sequence[RunConfig], options: Options, probe_every: int = 10) -> list[RunSeries]:
+    """The runs of these configurations, in order; those that are not complete are trained first, `jobs` at once."""
+    folders = [Path(options.runs) / run_key(config) for config in configs]
     missing = {f: c for f, c in zip(folders, configs, strict=True) if not is_complete(f, c)}
     if missing:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(options.jobs, len(missing)), mp_context=context) as pool:
-            futures = [pool.submit(_train_one, c, folder, probe_every, warm_share) for folder, c in missing.items()]
+            futures = [pool.submit(_train_one, config, folder, probe_every) for folder, config in missing.items()]
             for future in tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None):
                 future.result()
     return [read_run(folder) for folder in folders]
@@ -136,7 +129,7 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
     return (folder / "checkpoints" / f"step-{config.training.steps:08d}").is_dir()
 
 
-def _train_one(config: RunConfig, folder: Path, probe_every: int, warm_share: float) -> None:
+def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
     import torch
 
     from scalelong.cli.train import oscillation_probe
@@ -146,24 +139,9 @@ def _train_one(config: RunConfig, folder: Path, probe_every: int, warm_share: fl
     torch.compiler.reset()  # type: ignore[no-untyped-call]
     trainer = Trainer(config, folder)
     trainer.observers.append(oscillation_probe(trainer, probe_every))
-    if warm_share:
-        trainer.observers.append(WarmUp(trainer.model, int(warm_share * config.training.steps)))
     trainer.run()
     if trainer.stopping:
         raise RuntimeError(f"{folder}: stopped at step {trainer.step}; the same command again goes on from there")
-
-
-class WarmUp:
-    """Coefficients that start at 1 and go to the method's in a straight line; eager runs only, and none broken off."""
-
-    def __init__(self, model: Any, steps: int) -> None:
-        self.scaling, self.steps = scaling_of(model), steps
-        self.final = tuple(self.scaling.current())
-        self(0, model)
-
-    def __call__(self, step: int, _model: Any) -> None:
-        share = min(1.0, step / self.steps)
-        self.scaling.values = tuple(1 + share * (kappa - 1) for kappa in self.final)
 
 
 def setting(config: RunConfig) -> str:

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DModel
 
-from scalelong.cli.kappa import count_skips
+from scalelong.backbones import UViT, UViTConfig
+from scalelong.cli.kappa import Kappa, count_skips
+from scalelong.cli.main import main
 from scalelong.data import MemorySource, load_source
 from scalelong.diffusion import DDPM, EDM, VPSDE
+from scalelong.skips.auto import USUAL_KAPPA, kappa_for_sum, sum_of_squares
 from scalelong.stability import Recommendation, recommend_kappa
-from scalelong.stability.kappa import kappa_for_sum, sum_of_squares
 from scalelong.training import get_preset
 
 
@@ -46,19 +49,28 @@ def test_ratio_is_that_of_the_formula() -> None:
     assert len(found.ratios) == found.samples == 4000
 
 
-def test_recommendation_lies_in_its_interval_and_means_what_it_says() -> None:
+def test_the_interval_means_what_it_says() -> None:
     found = recommend(images(0.5))
     low, high = found.kappa_interval
-    assert low < found.kappa < high
+    assert low < found.middle < high
     assert sum_of_squares(low, 6) == pytest.approx(found.mean_ratio, abs=1e-6)
     assert sum_of_squares(high, 6) == pytest.approx(found.tail_ratio, abs=1e-6)
-    assert sum_of_squares(found.kappa, 6) ** 2 == pytest.approx(found.mean_ratio * found.tail_ratio, rel=1e-6)
+    assert sum_of_squares(found.middle, 6) ** 2 == pytest.approx(found.mean_ratio * found.tail_ratio, rel=1e-6)
     assert found.warnings == ()
     assert "N = 6" in found.reasoning
 
 
-def test_more_skips_mean_a_smaller_kappa() -> None:
-    assert recommend(images(0.5), 12).kappa < recommend(images(0.5), 4).kappa
+def test_the_usual_kappa_is_recommended_and_its_place_told() -> None:
+    inside, above = recommend(images(0.4), 6), recommend(images(0.9), 6)
+    assert inside.kappa == above.kappa == USUAL_KAPPA
+    assert inside.kappa_interval[0] < USUAL_KAPPA < inside.kappa_interval[1]
+    assert "Recommended 0.7, inside the interval" in inside.reasoning
+    assert above.kappa_interval[1] < USUAL_KAPPA
+    assert "Recommended 0.7, above the interval" in above.reasoning
+
+
+def test_more_skips_mean_a_smaller_middle() -> None:
+    assert recommend(images(0.5), 12).middle < recommend(images(0.5), 4).middle
 
 
 def test_same_arguments_same_answer_whatever_the_form_of_the_data() -> None:
@@ -66,7 +78,7 @@ def test_same_arguments_same_answer_whatever_the_form_of_the_data() -> None:
     as_source, as_tensor = recommend(MemorySource("mine", pixels)), recommend(pixels)
     as_array, as_float = recommend(pixels.numpy()), recommend(pixels.numpy().astype(np.float32) / 127.5 - 1)
     assert as_source == as_tensor == as_array
-    assert as_float.kappa == pytest.approx(as_source.kappa, rel=1e-5)
+    assert as_float.middle == pytest.approx(as_source.middle, rel=1e-5)
     assert recommend(pixels, seed=1) != as_source
     torch.manual_seed(123)
     assert recommend(pixels) == as_source
@@ -78,7 +90,6 @@ def test_few_skips_and_small_ratios_are_clamped_and_said() -> None:
     assert "above N = 2" in low.warnings[0]
     large = recommend(images(0.5), prediction="x0")
     assert large.kappa_interval[0] == 0.0
-    assert large.kappa >= 0.5
     assert "below 1" in large.warnings[0]
     assert "does nothing" in recommend(images(0.5), 1).warnings[0]
 
@@ -118,9 +129,50 @@ def test_every_process_serves() -> None:
     source = load_source("digits")
     for process in (DDPM(), EDM()):
         found = recommend_kappa(source, process, 6, samples=200)
-        assert 0 < found.kappa <= 1
+        assert 0 <= found.kappa_interval[0] <= found.kappa_interval[1] <= 1
 
 
-def test_skips_of_a_preset_are_counted_without_weights() -> None:
-    assert count_skips(get_preset("digits-demo"), (1, 8, 8)) == 6
-    assert count_skips(get_preset("fashion-mnist-unet"), (1, 28, 28)) == 9
+@pytest.mark.parametrize(
+    ("preset", "shape", "skips"), [("digits-demo", (1, 8, 8), 6), ("fashion-mnist-unet", (1, 28, 28), 9)]
+)
+def test_skips_of_a_preset_are_counted_without_weights(preset: str, shape: tuple[int, int, int], skips: int) -> None:
+    assert count_skips(Kappa(preset), get_preset(preset), shape) == skips
+
+
+def plain_uvit() -> torch.nn.Module:
+    """What module:callable names in the test below."""
+    return UViT(UViTConfig(image_size=8, patch_size=4, in_channels=1, dim=16, depth=8, heads=2))
+
+
+def test_the_command_serves_any_model_with_data(tmp_path, capsys) -> None:
+    name = f"{__name__}:plain_uvit"
+    assert main(["kappa", name, "--data", "digits", "--samples", "200", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "skips N                   4" in out
+    assert "recommended  0.7" in out
+    assert [path.suffix for path in tmp_path.iterdir()] == [".png"]
+    assert main(["kappa", name, "--out", str(tmp_path)]) == 1
+    assert "brings no data along; say which it is trained on" in capsys.readouterr().err
+    assert main(["kappa", "digit-demo"]) == 1
+    assert "did you mean 'digits-demo'?" in capsys.readouterr().err
+    assert main(["kappa", "digits-demo", "--skips", "0", "--out", str(tmp_path)]) == 1
+    assert "num_skips: must be a whole number of at least 1, got 0" in capsys.readouterr().err
+
+
+def test_the_command_reads_a_diffusers_folder(tmp_path, capsys) -> None:
+    UNet2DModel(
+        sample_size=16, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, add_attention=False,
+    ).save_pretrained(tmp_path / "unet")  # fmt: skip
+    arguments = [
+        "kappa",
+        str(tmp_path / "unet"),
+        "--data",
+        "digits",
+        "--samples",
+        "200",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(arguments) == 0
+    assert "skips N                   4" in capsys.readouterr().out

@@ -1,10 +1,14 @@
-"""Which kappa: the interval of the paper's Sec. 4.1 from a preset's data, noise and number of skips, and one value in it.
+"""Which kappa: the interval of the paper's Sec. 4.1 from data, noise and number of skips, and one value, with the reasons.
+
+MODEL is a preset or a run's folder, which bring their data along; or, with --data, a diffusers folder or module:callable.
 
 Example: scalelong kappa digits-demo --out runs/kappa
+Example: scalelong kappa mymodels:build --data folder:photos --image-size 64
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +16,18 @@ import matplotlib
 import torch
 import tyro
 
-from scalelong import find_skips
-from scalelong.data import load_source
+from scalelong import coefficients, find_skips
+from scalelong.cli.opening import open_model
+from scalelong.data import Source, load_source
 from scalelong.data.base import Shape
 from scalelong.diffusion import get_process
-from scalelong.stability.kappa import Recommendation, recommend_kappa, sum_of_squares
-from scalelong.training import RunConfig, get_preset
+from scalelong.skips import is_scaled
+from scalelong.skips.auto import sum_of_squares
+from scalelong.skips.example import is_meta
+from scalelong.stability.kappa import Recommendation, recommend_kappa
+from scalelong.training import PRESETS, RunConfig, from_yaml, get_preset
 from scalelong.training.build import build_model
+from scalelong.training.config import DataSettings
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -30,59 +39,86 @@ BLUE, ORANGE, RED = "#4e79a7", "#f28e2b", "#e15759"
 class Kappa:
     """What is on the command line."""
 
-    preset: tyro.conf.Positional[str]  # as in `scalelong train`
-    out: str = "runs/kappa"  # folder of the plot
-    data: str | None = None  # instead of the preset's data: a name, folder:PATH or hf:NAME
-    skips: int | None = None  # instead of the preset's model: its number of long skips
+    model: tyro.conf.Positional[str]
+    data: str | None = None  # instead of the preset's: a name, folder:PATH or hf:NAME; needed where there is no preset
+    image_size: int | None = None  # crop and resize the data to this
+    skips: int | None = None  # instead of the model's: the number of long skips
+    shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
+    process: str = ""  # vp, ddpm, cosine, edm; default: the preset's, or vp
+    prediction: str = ""  # noise, x0, v; default: the preset's, or the process's own
     samples: int = 4096
     seed: int = 0
+    out: str = "runs/kappa"  # folder of the plot
 
 
 def main(arguments: list[str]) -> None:
     """Sample, recommend, draw."""
     command = tyro.cli(Kappa, args=arguments, prog="scalelong kappa", description=__doc__)
-    config = get_preset(command.preset)
-    settings = config.data
-    source = load_source(
-        command.data or settings.name, image_size=settings.image_size, split=settings.split, root=settings.root
-    )
-    skips = command.skips if command.skips is not None else count_skips(config, source.shape)
-    process, prediction = get_process(config.diffusion.process), config.diffusion.prediction
+    config = known_config(command.model)
+    source = find_source(command, config)
+    skips = command.skips if command.skips is not None else count_skips(command, config, source.shape)
+    process = get_process(command.process or (config.diffusion.process if config else "vp"))
+    prediction = command.prediction or (config.diffusion.prediction if config else "")
     found = recommend_kappa(source, process, skips, prediction=prediction, samples=command.samples, seed=command.seed)
     out = Path(command.out)
     out.mkdir(parents=True, exist_ok=True)
-    picture = out / f"kappa-{command.preset}.png"
-    plot(found, f"{command.preset}: {source.name}, {process.name}", picture)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", command.model).strip("-")
+    plot(found, f"{name}: {source.name}, {process.name}", out / f"kappa-{name}.png")
     print(summary(found, config))
     if found.prediction != "noise" and "noise" in process.predictions:
         paper = recommend_kappa(source, process, skips, prediction="noise", samples=command.samples, seed=command.seed)
         low, high = paper.kappa_interval
-        print(
-            f"\nWith eps as the target, as in the paper: kappa {low:.3f} .. {high:.3f}, recommended {paper.kappa:.3f}."
+        print(f"\nWith eps as the target, as in the paper: kappa {low:.3f} .. {high:.3f}, middle {paper.middle:.3f}.")
+    print(f"\npicture  {out / f'kappa-{name}.png'}")
+
+
+def known_config(model: str) -> RunConfig | None:
+    """The configuration of a preset or a run; None for other models."""
+    if model in PRESETS:
+        return get_preset(model)
+    path = Path(model) / "config.yaml"
+    return from_yaml(path) if path.is_file() else None
+
+
+def find_source(command: Kappa, config: RunConfig | None) -> Source:
+    """The data asked for, or those of the preset or run."""
+    if config is None and command.data is None:
+        if not Path(command.model).exists() and ":" not in command.model:
+            get_preset(command.model)  # refuses the name, and suggests the nearest
+        raise ValueError(
+            f"data: {command.model} brings no data along; say which it is trained on, for example --data folder:photos"
         )
-    print(f"\npicture  {picture}")
+    settings = config.data if config else DataSettings()
+    size = command.image_size or (settings.image_size if command.data is None else None)
+    split = settings.split if command.data is None else "train"
+    return load_source(command.data or settings.name, image_size=size, split=split, root=settings.root)
 
 
-def count_skips(config: RunConfig, shape: Shape) -> int:
-    """The number of long skips of the preset's model, built without memory on the meta device."""
-    with torch.device("meta"):
-        return len(find_skips(build_model(config, shape)))
+def count_skips(command: Kappa, config: RunConfig | None, shape: Shape) -> int:
+    """The number of long skips; a preset's model is built without memory on the meta device."""
+    if config is not None and config.condition.kind != "text":
+        with torch.device("meta"):
+            return len(find_skips(build_model(config, shape)))
+    opened = open_model(command.model, command.shape)
+    args, kwargs = opened.small if opened.small is not None and not is_meta(opened.model) else ((), {})
+    if is_scaled(opened.model):
+        return len(coefficients(opened.model))
+    return len(find_skips(opened.model, *args, **kwargs))
 
 
-def summary(found: Recommendation, config: RunConfig) -> str:
+def summary(found: Recommendation, config: RunConfig | None) -> str:
     """The numbers, the reasoning and what to beware of."""
     low, high = found.kappa_interval
     lines = [
         f"skips N                   {found.num_skips}",
         f"ratio, mean               {found.mean_ratio:.3f}  (standard error {found.standard_error:.3f})",
         f"ratio, 97% quantile       {found.tail_ratio:.3f}",
-        f"kappa of CS, interval     {low:.3f} .. {high:.3f}",
-        f"kappa of CS, recommended  {found.kappa:.3f}",
-        f"kappa in the preset       {config.scaling.kappa} ({config.scaling.method})",
-        "",
-        found.reasoning,
+        f"kappa of CS, interval     {low:.3f} .. {high:.3f}  (middle {found.middle:.3f})",
+        f"kappa of CS, recommended  {found.kappa:g}",
     ]
-    return "\n".join(lines + [f"warning: {warning}" for warning in found.warnings])
+    if config is not None:
+        lines.append(f"kappa in the settings     {config.scaling.kappa} ({config.scaling.method})")
+    return "\n".join([*lines, "", found.reasoning, *(f"warning: {warning}" for warning in found.warnings)])
 
 
 def plot(found: Recommendation, title: str, path: Path) -> None:
@@ -100,7 +136,11 @@ def plot(found: Recommendation, title: str, path: Path) -> None:
     right.axhspan(low, high, color=ORANGE, alpha=0.2, label="interval for the sum")
     right.axvspan(*found.kappa_interval, color=BLUE, alpha=0.12, label="interval for κ")
     right.plot(
-        found.kappa, sum_of_squares(found.kappa, found.num_skips), "o", color=RED, label=f"κ = {found.kappa:.2f}"
+        found.kappa,
+        sum_of_squares(found.kappa, found.num_skips),
+        "o",
+        color=RED,
+        label=f"recommended κ = {found.kappa:g}",
     )
     right.set(xlabel="κ", ylabel="Σ κ^(2(i-1))", ylim=(0.5, max(found.num_skips, high) * 1.05))
     right.set_title(f"CS with N = {found.num_skips} skips", fontsize=10.5, loc="left")

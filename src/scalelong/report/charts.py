@@ -130,7 +130,7 @@ def _coefficient_chart(comparison: Comparison) -> Chart:
         series.append(_points(i, range(1, len(values) + 1), values))
     learned = [g for g in comparison.groups if g.method == "ls" and g.coefficients()]
     if learned and not any(group.method == "cs" for group in comparison.groups):
-        kappa = learned[0].config.scaling.kappa
+        kappa = float(learned[0].config.scaling.kappa)
         reference = constant_coefficients(len(learned[0].coefficients()), kappa)
         series.append({**_points(-1, range(1, len(reference) + 1), reference), "label": f"cs {kappa:g} (not run)"})
     return Chart(

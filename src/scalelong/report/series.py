@@ -38,7 +38,7 @@ class RunSeries:
     def label(self) -> str:
         """How the run's method is called in tables and pictures."""
         scaling = self.config.scaling
-        return f"{scaling.method} {scaling.kappa:g}" if "kappa" in scaling.options() else scaling.method
+        return f"{scaling.method} {float(scaling.kappa):g}" if "kappa" in scaling.options() else scaling.method
 
     @property
     def seed(self) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from scalelong.methods import ScalingConfig
 from scalelong.scaling import Description, Scaling
+from scalelong.skips.auto import AUTO, auto_kappa, log_choice
 from scalelong.skips.branches import residual_branches
 from scalelong.skips.detect import detect
 from scalelong.skips.example import as_call, is_meta
@@ -120,13 +121,17 @@ def apply(
     Skips found this way are checked by `verify` before `apply` returns.
     placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
     on the skip's channels behind the norm, and on the shortcut's input; for constant methods.
+    kappa="auto" for "cs": see `scalelong.skips.auto`.
     """
-    config = ScalingConfig.create(method, **options)
     call = None if example is None else as_call(example)
+    automatic = options.get("kappa") == AUTO
+    config = ScalingConfig.create(method, **(options | {"kappa": auto_kappa(method)} if automatic else options))
     if isinstance(model, nn.Module):
         check_unwrapped(model)
         check_unscaled(model)
     skips, detected = _find(model, call)
+    if automatic:
+        log_choice(len(skips), call)
     if placement != "before":
         skips = _placed(model, skips, config, placement, call)
     if config.needs == "operands":

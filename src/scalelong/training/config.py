@@ -13,6 +13,7 @@ from typing import Any, Literal
 from scalelong.backbones import UViTConfig
 from scalelong.diffusion import SAMPLERS, Objective, get_process
 from scalelong.methods import METHODS, ScalingConfig
+from scalelong.skips.auto import AUTO, auto_kappa
 from scalelong.training.sizes import Conditioning
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -55,7 +56,7 @@ class ScalingSettings:
     """How the long skips are scaled; options that the method does not have are left alone."""
 
     method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls, mp_cat, layernorm, rezero, stable_tau
-    kappa: float = 0.7  # universal, cs, cs_reversed
+    kappa: float | Literal["auto"] = 0.7  # universal, cs, cs_reversed; auto (cs): as scalelong.skips.auto chooses
     allow_amplify: bool = False  # permit kappa > 1, as a control
     shared: bool = True  # ls
     reduction: int = 16  # ls
@@ -67,6 +68,10 @@ class ScalingSettings:
     eps: float = 1e-6  # layernorm
     tau: float = 0.1  # stable_tau
     placement: Literal["before", "after_norm"] = "before"  # after_norm: behind a GroupNorm that would cancel kappa
+
+    def __post_init__(self) -> None:
+        if self.kappa == AUTO:
+            object.__setattr__(self, "kappa", auto_kappa(self.method))
 
     def options(self) -> dict[str, Any]:
         """The options that this method takes."""

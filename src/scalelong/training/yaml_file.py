@@ -67,8 +67,9 @@ def _nearest(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
 def _converted(value: Any, hint: Any, where: str) -> Any:
     """The value as the setting's type, where YAML's own type stands for it without loss."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else _converted(value, arguments[0], where)
+    if origin in (types.UnionType, typing.Union):
+        words = [word for argument in arguments[1:] for word in typing.get_args(argument)]  # of a Literal beside a type
+        return value if value is None or value in words else _converted(value, arguments[0], where)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"{where}: must be one of {', '.join(arguments)}, got {value!r}")
