@@ -26,13 +26,13 @@ COLUMNS = {"oscillation_all_blocks": "mean over all blocks", "oscillation_middle
 class Figure1(Options):
     """All options; the depths are of the whole U without its middle block."""
 
-    depths: tuple[int, ...] = ()  # default: 12 and 20 (cpu), 12 (gpu)
+    depths: tuple[int, ...] = (12,)
 
 
 def main() -> None:
     options = tyro.cli(Figure1, description=__doc__)
     out = options.folder(NAME)
-    depths = options.depths or ((12,) if options.scale == "gpu" else (12, 20))
+    depths = options.depths
     runs = trained([config for depth in depths for config in grid(options, depth=depth)], options)
     rows = [measures(run) for run in runs]
     write_csv(rows, out / "runs.csv")
