@@ -38,6 +38,7 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     threes = drawn(run, "threes", "--classes", "3")
     assert (threes != drawn(run, "sevens", "--classes", "7")).any()
     mixed = drawn(run, "mixed", "--classes", "3,7")
+    assert np.load(run / "mixed.npz")["labels"].tolist() == [3, 7, 3, 7]
     assert np.abs(mixed[::2] - threes[::2]).max() <= 1
     assert (drawn(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
     assert "classes: there is no '12'; give 0 .. 9" in refused(capsys, "sample", str(run), "--classes", "12")
@@ -70,6 +71,7 @@ def test_prompts(tmp_path, capsys) -> None:
     )
     apples = drawn(run, "apples", "--prompt", "a red apple")
     assert (apples != drawn(run, "flags", "--prompt", "a green flag")).any()
+    assert np.load(run / "apples.npz")["prompts"].tolist() == ["a red apple"] * 4
     null = drawn(run, "null", "--prompt", "", "--guidance", "1")
     assert np.abs(drawn(run, "null-guided", "--prompt", "", "--guidance", "6") - null).max() <= 1
     drawn(run, "captions")

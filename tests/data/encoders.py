@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import BertConfig, BertModel, BertTokenizerFast, CLIPTextConfig, CLIPTextModel
+from transformers import BertConfig, BertModel, BertTokenizerFast, CLIPTextConfig, CLIPTextModel, T5Config, T5Model
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "green", "apple", "flag", "face"]
 
@@ -30,6 +30,14 @@ def make_clip(folder: Path) -> Path:
         pad_token_id=0,
     )
     return _save(CLIPTextModel(config), folder)
+
+
+def make_t5(folder: Path) -> Path:
+    """A T5 of both halves, as its checkpoints are."""
+    torch.manual_seed(0)
+    return _save(
+        T5Model(T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)), folder
+    )
 
 
 def _bert_config(width: int, seed: int) -> BertConfig:

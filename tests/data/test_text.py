@@ -10,7 +10,7 @@ import torch
 from scalelong.data import DataError, text
 from scalelong.data.fetch import fetch
 from scalelong.data.text import TextEncoder, encode_text, feature_file
-from tests.data.encoders import make_bert, make_clip
+from tests.data.encoders import make_bert, make_clip, make_t5
 
 CAPTIONS = ["red apple", "green flag", "a face"]
 
@@ -46,6 +46,13 @@ def test_a_caption_does_not_depend_on_its_neighbours(bert) -> None:
 def test_clip_keeps_the_features_of_its_padding(tmp_path) -> None:
     rows = TextEncoder(str(make_clip(tmp_path / "clip")), 8)(["red apple"])
     assert (rows[0, 4:] != 0).any(dim=1).all()
+
+
+def test_of_an_encoder_and_a_decoder_the_encoder_reads(tmp_path) -> None:
+    rows = TextEncoder(str(make_t5(tmp_path / "t5")), 6)(["red apple", "green flag"])
+    assert rows.shape == (2, 6, 16)
+    assert not torch.allclose(rows[0], rows[1])
+    assert (rows[:, 4:] == 0).all()
 
 
 def test_the_file_depends_on_captions_tokens_and_weights_not_on_the_place(bert, tmp_path) -> None:

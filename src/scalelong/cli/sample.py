@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> None:
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_suffix(".png"))
-    np.savez_compressed(out.with_suffix(".npz"), images=images.permute(0, 2, 3, 1).numpy())
+    np.savez_compressed(out.with_suffix(".npz"), images=images.permute(0, 2, 3, 1).numpy(), **_told(condition, command))
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")
 
 
@@ -86,3 +87,11 @@ def _condition(run: TrainedRun, command: Sample) -> Condition:
         chosen = command.classes.split(",") if command.classes else []
         return choose_classes(run.config, run.sizes, chosen, device)
     return condition_of(run, source_of(run)) if run.config.condition.kind == "text" else Condition(device)
+
+
+def _told(condition: Condition, command: Sample) -> dict[str, Any]:
+    """What each image was drawn for, to lie beside the images."""
+    index = torch.arange(command.first, command.first + command.num)
+    if condition.name == "class_labels":
+        return {"labels": condition.of_drawn(index)["class_labels"].cpu().numpy()}
+    return {"prompts": np.array([command.prompt[i % len(command.prompt)] for i in index])} if command.prompt else {}

@@ -151,14 +151,15 @@ def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
 def _load(where: str, name: str) -> tuple[Any, Any, int]:
     """(tokenizer, text model, how many tokens it reads)."""
     try:
-        from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel
+        from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     except ImportError as error:
         raise ImportError("condition.encoder: text needs transformers; pip install 'scalelong[text]'") from error
     try:
         config = AutoConfig.from_pretrained(where)
         tokenizer = AutoTokenizer.from_pretrained(where)
-        clip = config.model_type.startswith("clip")
-        model = (CLIPTextModel if clip else AutoModel).from_pretrained(where, use_safetensors=True)
+        half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # of T5 the encoder alone
+        kind = CLIPTextModel if config.model_type.startswith("clip") else half
+        model = kind.from_pretrained(where, use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
