@@ -39,7 +39,10 @@ def main() -> None:
     write_csv(curves(runs), out / "curves.csv")
     draw(runs, depths, out / "fig01.png")
     claims = [
-        claim([row for row in rows if row["depth"] == depth], column, depth) for depth in depths for column in COLUMNS
+        claim
+        for depth in depths
+        for column in COLUMNS
+        for claim in judged([row for row in rows if row["depth"] == depth], column, depth)
     ]
     told = f"{setting(runs[0].config)}; depths {depths}, seeds {options.seeds}"
     write_summary(out, claims, told, table=averages(rows))
@@ -48,16 +51,18 @@ def main() -> None:
     print_table(averages(rows))
 
 
-def claim(rows: list[dict[str, Any]], column: str, depth: int) -> Claim:
-    """CS and LS below rsqrt2 below none, on average over the seeds."""
+def judged(rows: list[dict[str, Any]], column: str, depth: int) -> list[Claim]:
+    """CS and LS below none, and below rsqrt2 too, on average over the seeds."""
     found = {method: mean(values) for method, values in by_method(rows, column).items()}
     ours = [value for method, value in found.items() if method not in ("none", "rsqrt2")]
     told = ", ".join(f"{method} {value:.4f}" for method, value in found.items())
-    return Claim(
-        "CS and LS alleviate the oscillation significantly, rsqrt2 to some extent (Fig. 1)",
-        f"depth {depth}, relative oscillation after the warm-up, {COLUMNS[column]}: {told}",
-        max(ours) < found["rsqrt2"] < found["none"],
-    )
+    measured = f"depth {depth}, relative oscillation after the warm-up, {COLUMNS[column]}: {told}"
+    return [
+        Claim("CS and LS alleviate the oscillation of the original (Fig. 1)", measured, max(ours) < found["none"]),
+        Claim(
+            "rsqrt2 does so only to some extent, less than CS and LS (Fig. 1)", measured, max(ours) < found["rsqrt2"]
+        ),
+    ]
 
 
 def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
