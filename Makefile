@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
@@ -37,7 +38,11 @@ browser:         ## Debian's chromium, for the report's tests, where it is missi
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } || \
 		echo "no chromium: the browser tests will be skipped"
 
-test-slow: $(STAMP) browser  ## compile matrix, kill-and-resume, two real ranks, browser
+$(PACKAGES): tests/packages.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/packages -r tests/packages.txt
+	touch $@
+
+test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow
 
 clean:           ## remove what make made

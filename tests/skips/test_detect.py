@@ -6,6 +6,7 @@ import copy
 import io
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ import scalelong
 from scalelong.skips.detect import detect
 from scalelong.skips.sites import Argument, ChannelSlice, Fused, LongSkip
 from tests.families import FAMILIES, Family, build
+from tests.packages import Packaged, monai_networks, tried
 from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, GatedBranch, StandIn, TutorialUNet, image, randn
+from tests.without_skips import WITHOUT_SKIPS
 
 
 def made(stand_in: StandIn) -> nn.Module:
@@ -71,54 +74,7 @@ def test_detection_agrees_with_what_is_known(family: Family) -> None:
     model = build(family)
     known, found = scalelong.find_skips(model), detect(model, ((), family.inputs())).skips()
     assert [place(skip) for skip in found] == [place(skip) for skip in known]
-    assert [skip.size for skip in found] == [skip.size for skip in known]
-
-
-SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8, "patch_size": 2, "num_layers": 4}
-TIME, ZEROS = torch.tensor([3, 500]), torch.zeros(2, dtype=torch.long)
-WITHOUT_SKIPS = {
-    "DiTTransformer2DModel": (
-        {**SIZES, "num_embeds_ada_norm": 1000, "norm_num_groups": 4},
-        {"hidden_states": randn(2, 4, 8, 8), "timestep": TIME, "class_labels": ZEROS},
-    ),
-    "PixArtTransformer2DModel": (
-        {**SIZES, "cross_attention_dim": 16, "caption_channels": 12, "use_additional_conditions": False},
-        {
-            "hidden_states": randn(2, 4, 8, 8),
-            "timestep": TIME,
-            "encoder_hidden_states": randn(2, 5, 12),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
-    "UVit2DModel": (
-        {
-            "hidden_size": 16, "cond_embed_dim": 8, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 24,
-            "encoder_hidden_size": 12, "vocab_size": 32, "codebook_size": 24, "block_out_channels": 16,
-            "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "sample_size": 8, "in_channels": 16,
-        },
-        {
-            "input_ids": ZEROS[:, None, None].expand(2, 8, 8),
-            "encoder_hidden_states": randn(2, 5, 12),
-            "pooled_text_emb": randn(2, 8),
-            "micro_conds": randn(2, 6),
-        },
-    ),
-    "SD3Transformer2DModel": (
-        {**SIZES, "in_channels": 4, "out_channels": 4, "joint_attention_dim": 12, "caption_projection_dim": 16,
-         "pooled_projection_dim": 10},
-        {
-            "hidden_states": randn(2, 4, 8, 8),
-            "encoder_hidden_states": randn(2, 5, 12),
-            "pooled_projections": randn(2, 10),
-            "timestep": TIME.float(),
-        },
-    ),
-    "AutoencoderKL": (
-        {"block_out_channels": (8, 16), "down_block_types": ("DownEncoderBlock2D",) * 2,
-         "up_block_types": ("UpDecoderBlock2D",) * 2, "norm_num_groups": 4},
-        {"sample": randn(2, 3, 16, 16)},
-    ),
-}  # fmt: skip
+    assert [skip.size for skip in found] == [replace(skip.size, main=None) for skip in known]
 
 
 @pytest.mark.parametrize("name", WITHOUT_SKIPS)
@@ -130,28 +86,13 @@ def test_diffusers_models_without_long_skips_have_none(name: str) -> None:
         scalelong.find_skips(getattr(diffusers, name)(**settings), **example)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "count"),
-    [
-        ("UNet", ((2, 1, 2, (4, 8, 16), (2, 2)), {}), 2),
-        ("UNet", ((2, 1, 2, (4, 8, 16, 16), (2, 2, 2)), {"num_res_units": 2}), 3),
-        ("BasicUNet", ((2, 1, 2), {"features": (4, 4, 8, 8, 16, 4)}), 4),
-        ("DynUNet", ((2, 1, 2, (3, 3, 3), (1, 2, 2), (2, 2)), {"filters": (4, 8, 8)}), 2),
-        ("SegResNet", ((2,), {"init_filters": 8, "in_channels": 1}), "joined by add in the model itself"),
-        ("AttentionUnet", ((2, 1, 2, (4, 8, 16), (2, 2)), {}), "cannot be scaled"),
-        ("resnet18", ((), {"spatial_dims": 2, "n_input_channels": 1}), "no long skip connections"),
-    ],
-)
-def test_segmentation_networks_of_monai(name: str, settings, count: int | str) -> None:
-    nets = pytest.importorskip("monai.networks.nets")
-    torch.manual_seed(0)
-    model, x = getattr(nets, name)(*settings[0], **settings[1]), randn(2, 1, 32, 32)
-    if isinstance(count, int):
-        assert len(scalelong.apply(model, "cs", example=x).skips) == count
-        assert all(check.effect > 1e-4 for check in scalelong.verify(model, x).checks)
-    else:
-        with pytest.raises(ValueError, match=count):
-            scalelong.apply(model, "cs", example=x)
+@pytest.mark.parametrize("packaged", monai_networks(), ids=lambda packaged: packaged.name)
+def test_segmentation_networks_of_monai(packaged: Packaged) -> None:
+    row = tried(packaged)
+    assert row["found"] == packaged.skips
+    assert packaged.refusal in row.get("said", "")
+    assert row.get("worst", 0.0) < 1e-6
+    assert row.get("effect", 1.0) > 1e-4
 
 
 class TestNothingIsChanged:
@@ -339,3 +280,58 @@ def test_a_network_of_sdxls_size_is_looked_at_in_seconds_without_its_weights() -
     found = detect(model, ((), example)).skips()
     assert time.process_time() - start < 10
     assert [place(skip) for skip in found] == [place(skip) for skip in scalelong.find_skips(model)]
+
+
+class ZerosFromInput(nn.Module):
+    """Blocks with residuals; a condition of zeros takes its type from the first block's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cond = nn.Conv2d(3, 8, 1), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Conv2d(8, 8, 1), "b": nn.Conv2d(8, 8, 1)}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        shift = self.cond(x.new_zeros([x.shape[0], 8]))[:, :, None, None]
+        for block in self.blocks:
+            x = x + block["b"](block["a"](x + shift).relu())
+        return x
+
+
+def test_a_tensor_that_has_only_the_type_of_another_does_not_come_of_it() -> None:
+    from scalelong.skips.trace import trace
+
+    found = trace(ZerosFromInput(), (image(), {}))
+    assert not any(node.name in ("new_zeros", "linear") for node in found.nodes)
+    with pytest.raises(ValueError, match="no long skip connections"):
+        scalelong.find_skips(ZerosFromInput(), *image())
+
+
+class IdleStage(nn.Module):
+    """Two skips per level; where `idle`, the stage between them does nothing, so that the same tensor is kept twice."""
+
+    def __init__(self, idle: bool) -> None:
+        super().__init__()
+        self.first, self.mid, self.out = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 3, 1)
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.between = nn.ModuleList(nn.Identity() if idle else nn.Conv2d(4, 4, 1) for _ in range(2))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), []
+        for layer, between in zip(self.down, self.between, strict=True):
+            kept.append(layer(x).tanh())
+            x = between(kept[-1])
+            kept.append(x)
+        x = self.mid(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, kept.pop()], dim=1)).tanh()
+        return self.out(x)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_tensor_kept_twice_in_a_row_is_two_skips(idle: bool) -> None:
+    model = IdleStage(idle)
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=image())
+    assert [skip.used_in for skip in handle.skips] == ["up.3", "up.2", "up.1", "up.0"]
+    assert all(check.effect > 1e-4 for check in scalelong.verify(model, *image()).checks)

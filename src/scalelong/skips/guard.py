@@ -18,8 +18,9 @@ def check_unwrapped(model: nn.Module) -> None:
         "OptimizedModule": "torch.compile",
         "DistributedDataParallel": "DDP",
         "FullyShardedDataParallel": "FSDP",
+        "PeftModel": "get_peft_model",
     }
-    wrapper = wrappers.get(type(model).__name__)
+    wrapper = next((wrappers[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in wrappers), None)
     if wrapper is not None:
         raise TypeError(
             f"model: apply scalelong before {wrapper}, to the module that it wraps, got {type(model).__name__}"

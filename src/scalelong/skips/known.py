@@ -118,7 +118,12 @@ def _unet_1d(model: Any) -> Iterator[Found]:
 def _last_conv_channels(block: Any) -> int:
     last = block.resnets[-1]
     convolution = last.conv_2 if hasattr(last, "conv_2") else last.conv_out.conv1d
-    return int(convolution.out_channels)
+    return _out_channels(convolution)
+
+
+def _out_channels(convolution: Any) -> int:
+    """Of the layer itself, where an adapter of peft is wrapped around it."""
+    return int(getattr(convolution, "base_layer", convolution).out_channels)
 
 
 def _kandinsky3(model: Any) -> Iterator[Found]:
@@ -127,7 +132,9 @@ def _kandinsky3(model: Any) -> Iterator[Found]:
     for b in range(1, levels):
         made_in, consumer = f"down_blocks.{levels - 1 - b}", f"up_blocks.{b}"
         first = model.up_blocks[b].resnets_in[0].resnet_blocks[0].group_norm.norm
-        channels = first.num_channels - model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection.out_channels
+        channels = first.num_channels - _out_channels(
+            model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection
+        )
         reach: Reach = _ResNet(first.num_channels, first.num_groups, 0).reach(first.num_channels - channels)
         take = ChannelSlice(Argument(0, "x"), -channels, channels)
         yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), reach, consumer, take
@@ -138,7 +145,7 @@ def _stable_cascade(model: Any) -> Iterator[Found]:
     levels = len(model.down_blocks)
     for b in range(1, levels):
         block = model.up_blocks[b][0]
-        channels = block.channelwise[0].in_features - block.depthwise.out_channels
+        channels = block.channelwise[0].in_features - _out_channels(block.depthwise)
         consumer = f"up_blocks.{b}.0"
         if channels > 0:
             level = levels - 1 - b

@@ -8,6 +8,7 @@ other, its long skips enclose each other.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -172,6 +173,8 @@ class _Nest:
 def _nest_of(trace: Trace, group: list[Loop]) -> _Nest:
     """The long skips among loops of one sort: none where they follow each other or only go around one block."""
     group = _merge_repeats(trace, group)
+    if _is_stack(group):
+        return _Nest(sorted(group, key=lambda loop: -loop.join), None)
     uses = Counter(loop.source for loop in group)
     once = [loop for loop in group if uses[loop.source] == 1]
     nest = longest_nest(once)
@@ -195,6 +198,17 @@ def _nest_of(trace: Trace, group: list[Loop]) -> _Nest:
             "scale each U-shaped part of the model by itself",
         )
     return _Nest(nest, None)
+
+
+def _is_stack(group: Sequence[Loop]) -> bool:
+    """Concatenations that take what was put on a stack, some of it twice in a row: an encoder stage that did nothing."""
+    sources = [loop.source for loop in sorted(group, key=lambda loop: loop.join)]
+    distinct = len(set(sources))
+    return (
+        1 < distinct < len(sources)
+        and all(loop.kind == "cat" for loop in group)
+        and all(inner >= outer for inner, outer in itertools.pairwise(sources))
+    )
 
 
 def _merge_repeats(trace: Trace, group: list[Loop]) -> list[Loop]:

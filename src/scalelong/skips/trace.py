@@ -26,6 +26,14 @@ ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
 }
 
 
+ONLY_SHAPE = frozenset(  # what they give has the shape or type of their input, and nothing of its values
+    {
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "zeros_like", "ones_like", "empty_like"),
+        *("full_like", "rand_like", "randn_like", "randint_like"),
+    }
+)
+
+
 @dataclass(frozen=True)
 class Join:
     """A joining call: its number, its operands (None: not computed from the input) and, of `cat`, where they stand."""
@@ -144,7 +152,7 @@ class _Recorder(CountingMode):
     def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, op = which.name, which.op
         given = list(tensors_in([args, kwargs]))
-        parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of]
+        parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of and name not in ONLY_SHAPE]
         weights = [(tensor, self.weight_of[tensor]) for tensor in given if tensor in self.weight_of]
         found = self._join(JoinCall(name, args, kwargs), which.join) if name in KINDS and parents else None
         result = func(*args, **kwargs)

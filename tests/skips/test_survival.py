@@ -1,0 +1,37 @@
+"""Families x situations: every cell is run; a known limit must show, without the scaling too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import scalelong
+from tests.families import FAMILIES, build
+from tests.survival import SITUATIONS, Subject, limits, subjects
+
+LIMITS = limits()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("subject", subjects().values(), ids=lambda subject: subject.name)
+def test_a_scaled_model_comes_through(subject: Subject, situation: str) -> None:
+    limit = LIMITS.get((subject.name, situation))
+    if limit is None:
+        SITUATIONS[situation](subject)
+        return
+    with pytest.raises(Exception, match=limit.error):
+        SITUATIONS[situation](subject)
+    if situation not in ("DDP", "FSDP2"):
+        with pytest.raises(Exception, match=limit.error):
+            SITUATIONS[situation](replace(subject, leave=True))
+
+
+def test_a_model_wrapped_by_peft_is_refused_with_the_remedy() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(build(FAMILIES[0]), LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(TypeError, match="before get_peft_model, to the module that it wraps, got PeftModel"):
+        scalelong.apply(wrapped, "cs")
+    assert len(scalelong.apply(wrapped.get_base_model(), "cs").skips) == FAMILIES[0].num_skips
