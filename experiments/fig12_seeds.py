@@ -82,10 +82,15 @@ def draw(runs: list[RunSeries], path: Any) -> None:
             steps, norms = run.column("probe", f"norm/{block}")
             name = label(run)
             panels[row][column].plot(steps, norms, color=colour(name), label=name, linewidth=1.1)
-            dress(panels[row][column], f"{block}, seed {run.seed}", "step", "norm of its output" if column == 0 else "")
-    for axes in panels[:, 0]:
+            dress(
+                panels[row][column],
+                f"{block}, seed {run.seed}",
+                "step; dotted: end of the warm-up",
+                "norm of its output" if column == 0 else "",
+            )
+    for axes in panels.flat:
         axes.axvline(runs[0].config.optimizer.warmup_steps, color="#999999", linewidth=0.8, linestyle=":")
-    panels[0][0].legend(frameon=False, fontsize=8)
+    panels[1][0].legend(frameon=False, fontsize=8)
     save(figure, path)
 
 
