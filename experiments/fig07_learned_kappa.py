@@ -128,7 +128,8 @@ def draw(learned: dict[int, Tensor], found: Recommendation, path: Path) -> None:
         axes.fill_between(index, *bounds, color="#f28e2b", alpha=0.2, label="range of CS (Sec. 4.1)")
         axes.plot(index, values.T, color=COLOURS["ls"], alpha=0.12, linewidth=0.8)
         axes.plot(index, means, color=COLOURS["ls"], marker="o", markersize=4, label="LS, mean of 30 noises")
-        name = f"nearest CS: κ = {fit.kappa:.2f}, R² = {fit.r_squared:.2f}"
+        share = f"R² = {fit.r_squared:.2f}" if fit.r_squared >= 0 else "R² below 0"
+        name = f"nearest CS: κ = {fit.kappa:.2f}, {share}"
         axes.plot(index, fit.curve(count), color=COLOURS["cs"], linestyle="--", label=name)
         axes.set(ylim=(0, 1.05), xticks=list(index))
         dress(axes, f"seed {seed}", "skip i (1 = outermost)", "κ_i")
