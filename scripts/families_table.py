@@ -1,23 +1,38 @@
-"""Write the table of known families into docs/families.md, from models of their real size on the meta device.
+"""Write the tables of docs/families.md: known families at their real size, on the meta device, and every model that is tried
+small, with its skips counted by hand, those found, and the oracle's verdict.
 
-python scripts/families_table.py            # write
+python scripts/families_table.py            # write (networks of tests/packages.txt are tried where `make test-slow` put them)
 python scripts/families_table.py --check    # fail if the page is out of date
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import scalelong
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
-START, END = "<!-- table: begin -->", "<!-- table: end -->"
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests import packages  # noqa: E402
+from tests.families import FAMILIES, build  # noqa: E402
+from tests.packages import Packaged, tried  # noqa: E402
+from tests.standins import FOUND, NEGATIVE, REFUSED, StandIn  # noqa: E402
+from tests.without_skips import WITHOUT_SKIPS  # noqa: E402
+
+PAGE = ROOT / "docs" / "families.md"
+OURS = "stand-in, `tests/standins`"
 
 
 def models() -> dict[str, Callable[[], nn.Module]]:
@@ -93,13 +108,105 @@ def row(name: str, build: Callable[[], nn.Module]) -> str:
     return f"| {name} | {len(skips)} | {where} | {reach} |"
 
 
-def main() -> None:
+def known_table() -> str:
     header = ["| model | skips | made → used, outermost … innermost | reach of kappa |", "|---|---|---|---|"]
-    table = "\n".join(header + [row(name, build) for name, build in models().items()])
-    page = PAGE.read_text()
-    before, rest = page.split(START)
-    _, after = rest.split(END)
-    new = f"{before}{START}\n{table}\n{END}{after}"
+    return "\n".join(header + [row(name, build) for name, build in models().items()])
+
+
+# ------------------------------------------------------------------------------------------------- what is tried, small
+
+
+def tried_families() -> Iterator[dict[str, Any]]:
+    """Known by name, and looked at as if they were not."""
+    for family in FAMILIES:
+        model, inputs = build(family), family.inputs()
+        seen = len(scalelong.skips.detect.detect(model, ((), inputs)).skips())
+        handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
+        assert seen == len(handle.skips), family.name
+        report = scalelong.verify(model, **inputs)
+        worst = max(max(check.output_error, check.gradient_error or 0.0) for check in report.checks)
+        reach = [skip.reach for skip in handle.skips]
+        package = {True: "diffusers", False: "monai" if "MONAI" in family.name else "scalelong"}[family.diffusers]
+        yield {"name": family.name, "package": package, "expected": family.num_skips, "found": seen, "worst": worst,
+               "reach": reach}  # fmt: skip
+
+
+def stand_in(each: StandIn) -> dict[str, Any]:
+    return tried(Packaged(each.name, OURS, each.build, each.inputs, each.num_skips, each.refusal))
+
+
+def without_skips() -> Iterator[dict[str, Any]]:
+    import diffusers
+
+    for name, (settings, example) in WITHOUT_SKIPS.items():
+        kwargs = tuple(example.items())
+        cls = getattr(diffusers, name)
+        yield tried(
+            Packaged(name, "diffusers", lambda cls=cls, settings=settings: cls(**settings), tuple, 0, "", kwargs)
+        )
+
+
+def of_packages() -> list[dict[str, Any]]:
+    """In a process of their own, with the folder of tests/packages.txt on the path."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        paths = os.pathsep.join([str(packages.FOLDER), str(ROOT)])
+        subprocess.run(
+            [sys.executable, "-m", "tests.packages", found], env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT, check=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        rows: list[dict[str, Any]] = json.loads(found.read_text())
+    return rows
+
+
+def everything() -> list[dict[str, Any]]:
+    rows = [*tried_families(), *map(stand_in, FOUND), *map(tried, packages.monai_networks()), *of_packages()]
+    rows += [*map(stand_in, REFUSED), *without_skips(), *map(stand_in, NEGATIVE)]
+    wrong = [row for row in rows if row["found"] != row["expected"]]
+    if wrong:
+        sys.exit(f"not as counted by hand: {wrong}")
+    return rows
+
+
+def found_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| model | from | counted by hand | found | oracle | reach of kappa |", "|---|---|---|---|---|---|"]
+    for each in rows:
+        if each["found"]:
+            counts = ", ".join(f"{kind} {count}" for kind, count in Counter(each["reach"]).items())
+            verdict = "equal" if each["worst"] < 1e-6 else f"off by {each['worst']:.1e}"
+            lines.append(
+                f"| {each['name']} | {each['package']} | {each['expected']} | {each['found']} | {verdict} | {counts} |"
+            )
+    return "\n".join([*lines, "", f"{len(lines) - 2} models."])
+
+
+def none_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| model | from | found |", "|---|---|---|"]
+    lines += [f"| {each['name']} | {each['package']} | none |" for each in rows if each["found"] == 0]
+    return "\n".join([*lines, "", f"{len(lines) - 2} models."])
+
+
+def refused_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| model | from | what the error says |", "|---|---|---|"]
+    for each in rows:
+        if each["found"] is None:
+            said = each["said"].partition("cannot be scaled: ")[2]
+            lines.append(f"| {each['name']} | {each['package']} | {said} |")
+    return "\n".join(lines)
+
+
+def replaced(page: str, name: str, table: str) -> str:
+    start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.split(start)
+    return f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    page, rows = PAGE.read_text(), everything()
+    new = replaced(page, "table", known_table())
+    for name, table in (("found", found_table), ("none", none_table), ("refused", refused_table)):
+        new = replaced(new, name, table(rows))
     if "--check" in sys.argv and new != page:
         sys.exit(f"{PAGE.name} is out of date: run python scripts/families_table.py")
     PAGE.write_text(new)

@@ -129,7 +129,7 @@ def segmentation_networks() -> list[Packaged]:
         Packaged("Unet (resnet18)", package, build("Unet"), x, 4),
         Packaged("MAnet (resnet18)", package, build("MAnet"), x, None, "which is meant is not clear"),
         Packaged("Linknet (resnet18)", package, build("Linknet"), x, 4),
-        Packaged("UnetPlusPlus (resnet18)", package, build("UnetPlusPlus"), x, None, "joined more than once"),
+        Packaged("UnetPlusPlus (resnet18)", package, build("UnetPlusPlus"), x, None, "not all skips would be scaled"),
         Packaged("FPN (resnet18)", package, build("FPN"), x, None, "cannot be scaled"),
         Packaged("DeepLabV3 (resnet18)", package, build("DeepLabV3"), x, 0),
     ]
