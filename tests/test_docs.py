@@ -41,4 +41,11 @@ def test_the_docs_name_every_preset() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_families_is_up_to_date() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "families_table.py", "--check", "--known"], check=True)
+
+
+@pytest.mark.slow
+def test_the_tables_of_what_was_tried_are_up_to_date() -> None:
+    if not (ROOT / ".venv" / "packages" / ".installed").exists():
+        pytest.skip("make test-slow installs tests/packages.txt")
     subprocess.run([sys.executable, ROOT / "scripts" / "families_table.py", "--check"], check=True)
