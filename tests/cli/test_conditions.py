@@ -41,6 +41,8 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert np.load(run / "mixed.npz")["labels"].tolist() == [3, 7, 3, 7]
     assert np.abs(mixed[::2] - threes[::2]).max() <= 1
     assert (drawn(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
+    nowhere = drawn(run, "nowhere", "--classes", "3", "--guidance", "5", "--guidance-interval", "1e8", "1e9")
+    assert np.array_equal(nowhere, threes)
     assert "classes: there is no '12'; give 0 .. 9" in refused(capsys, "sample", str(run), "--classes", "12")
     assert "the run's condition is class, not text" in refused(capsys, "sample", str(run), "--prompt", "a red apple")
     measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "70", "--guidance", "2"]

@@ -36,6 +36,7 @@ class Sample:
     prompt: tuple[str, ...] = ()  # draw these texts in turn; "" is the null condition; default: captions of the data
     encoder: str = ""  # where the text encoder is; default: the run's own
     guidance: float | None = None  # classifier-free guidance; default: the run's own
+    guidance_interval: tuple[float, float] | None = None  # guide only at these noise levels; default: the run's own
     sampler: str = ""  # default: the run's own
     steps: int = 0  # 0: the run's own
     batch_size: int = 256
@@ -55,6 +56,7 @@ def main(arguments: list[str]) -> None:
     settings = run.config.sampling
     condition = _condition(run, command)
     guidance = settings.guidance if command.guidance is None else command.guidance
+    interval = command.guidance_interval or settings.guidance_interval
     images = generate(
         run.objective,
         as_network(run.model),
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> None:
         device=command.device,
         precision=command.precision,
         condition=condition.of_drawn,
-        guidance=condition.guidance(guidance, settings.guidance_interval),
+        guidance=condition.guidance(guidance, interval),
         to_pixels=build_pixels(run.config, torch.device(command.device), run.data),
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
