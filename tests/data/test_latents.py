@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -163,3 +166,27 @@ def test_the_images_of_latents_are_found_again(tmp_path: Path) -> None:
     folder = encode(source, Autoencoder(model, autoencoder_digest(model), 1.0), tmp_path / "d", Origin("digits"))
     assert pixels_of(load_source(f"latents:{folder}")).fingerprint == source.fingerprint
     assert pixels_of(source) is source
+
+
+@pytest.mark.slow
+def test_a_killed_encoding_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    autoencoder().model.save_pretrained(tmp_path / "ae")
+
+    def start(out: str) -> subprocess.Popen[bytes]:
+        line = f"data encode emoji32 --autoencoder {tmp_path}/ae --out {tmp_path}/{out} --batch-size 16 --per-shard 128"
+        return subprocess.Popen([sys.executable, "-m", "scalelong.cli.main", *line.split()])
+
+    assert start("whole").wait(timeout=300) == 0
+    killed = start("killed")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "killed" / "shard-00001.json").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -9
+    assert not (tmp_path / "killed" / INDEX).is_file()
+    kept = (tmp_path / "killed" / "shard-00001.safetensors").stat().st_mtime_ns
+    assert start("killed").wait(timeout=300) == 0
+    assert (tmp_path / "killed" / "shard-00001.safetensors").stat().st_mtime_ns == kept
+    for path in (tmp_path / "whole").rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "killed" / path.relative_to(tmp_path / "whole")).read_bytes(), path

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from scalelong.data import StreamLoader, load_source
 from scalelong.data.errors import DataError
+from scalelong.data.loader import load_images
 from scalelong.data.streaming import StreamedSource
 
 from .conftest import noise
@@ -69,3 +71,9 @@ def test_streams_without_light_columns_need_a_number_of_rows(parquet: Path, tmp_
     assert len(load_source(f"hf-stream:{parquet}#5")) == 5
     with pytest.raises(DataError, match="after # comes the number of rows"):
         load_source(f"hf-stream:{parquet}#many")
+
+
+def test_threads_may_read_a_stream_and_a_copy_of_it(parquet: Path) -> None:
+    source = pickle.loads(pickle.dumps(StreamedSource(str(parquet), window=3)))
+    images = load_images(source)
+    assert all(np.array_equal(images[k].permute(1, 2, 0).numpy(), noise(k, 10, 12, 3)) for k in range(20))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import tarfile
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import DeviceLoader, StreamLoader, check, load_source
+from scalelong.data import DeviceLoader, StreamLoader, check, load_source, webdataset
 from scalelong.data.errors import DataError
+from scalelong.data.images import threaded
 from scalelong.data.webdataset import expand
 
 from .conftest import noise
@@ -136,3 +138,11 @@ def test_patterns(tmp_path: Path) -> None:
         expand(f"{tmp_path}/c*.tar")
     with pytest.raises(DataError, match="shards have no splits"):
         load_source(f"webdataset:{tmp_path}/b.tar", split="val")
+
+
+def test_threads_share_few_open_files(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "_OPEN_FILES", 1)
+    source = pickle.loads(pickle.dumps(load_source(name_of(shards), root=tmp_path / "cache")))
+    items = [0, 4, 8, 1, 5, 9] * 20
+    for item, image in zip(items, threaded(source.read, items), strict=True):
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), noise(item, 8, 8, 3))

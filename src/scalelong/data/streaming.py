@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 import torch
@@ -42,13 +43,17 @@ class StreamedSource(PictureSource):
         self.image_size = image_size
         self._cursor: tuple[int, Iterator[Any]] | None = None  # the window that comes next, and where it is read from
         self._windows: dict[int, list[Any]] = {}
+        self._lock = Lock()
         self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cursor": None, "_windows": {}}
+        return self.__dict__ | {"_cursor": None, "_windows": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"_lock": Lock()}
 
     def order(self, seed: int, index: Tensor) -> Tensor:
         """Window after window; within one, a fresh permutation every epoch."""
@@ -66,7 +71,8 @@ class StreamedSource(PictureSource):
 
     def open(self, item: int) -> Image.Image:
         number, place = divmod(item, self.window)
-        rows = self._windows.get(number) or self._load(number)
+        with self._lock:  # a stream stands at one place
+            rows = self._windows.get(number) or self._load(number)
         if place >= len(rows):
             raise DataError(
                 f"{self.where(item)}: the stream ended before; it has changed, or #ROWS is too many", "truncated"

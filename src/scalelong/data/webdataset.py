@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,17 @@ class WebDatasetSource(PictureSource):
         self.captions = captions
         self.image_size = image_size
         self._files: dict[int, int] = {}
+        self._lock = Lock()
         self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": {}}  # each process opens the shards itself
+        return self.__dict__ | {"_files": {}, "_lock": None}  # each process opens the shards itself
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"_lock": Lock()}
 
     def where(self, item: int) -> str:
         return f"{self.shards[self._home(item)]}: {self._keys[item]}"
@@ -77,14 +82,18 @@ class WebDatasetSource(PictureSource):
     def _content(self, item: int) -> bytes:
         """The bytes of one picture; positions are absolute, so processes can share an open file."""
         home, size = self._home(item), int(self._sizes[item])
+        with self._lock:  # another thread may be about to close a file
+            content = os.pread(self._open_file(home), size, int(self._offsets[item]))
+        if len(content) < size:
+            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again", "truncated")
+        return content
+
+    def _open_file(self, home: int) -> int:
         if home not in self._files:
             while len(self._files) >= _OPEN_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[home] = os.open(self.shards[home], os.O_RDONLY)
-        content = os.pread(self._files[home], size, int(self._offsets[item]))
-        if len(content) < size:
-            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again", "truncated")
-        return content
+        return self._files[home]
 
     def _labels(self, found: Sequence[TarIndex]) -> tuple[Tensor | None, list[str]]:
         labels = self._all_or_none([label for index in found for label in index.labels], "class")
