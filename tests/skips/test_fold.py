@@ -173,3 +173,30 @@ def test_a_folded_model_is_a_plain_diffusers_model(tmp_path) -> None:
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert "long_skip_scaling" not in loaded.config
     assert deviation(output(loaded, family.inputs()), expected) < 1e-5
+
+
+def test_an_ordinary_unet_scaled_behind_its_norms_folds_and_loads_in_plain_diffusers(tmp_path) -> None:
+    """As it is built and used: float32, hooks gone, config and weights without a trace of us."""
+    from diffusers import UNet2DModel
+
+    model, inputs = build(FAMILY["UNet2DModel"]), FAMILY["UNet2DModel"].inputs()
+    plain = output(model, inputs)
+    scalelong.apply(model, "cs", kappa=0.5, placement="after_norm")
+    expected = output(model, inputs)
+    scalelong.fold(model)
+    model.save_pretrained(tmp_path)
+    loaded = UNet2DModel.from_pretrained(tmp_path).eval()
+    for each in (model, loaded):
+        assert (output(each, inputs) - expected).abs().max() <= 1e-6 * expected.abs().max()
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in each.modules())
+        assert not any("scalelong" in key for key in each.state_dict())
+        assert "long_skip_scaling" not in each.config
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_the_refusal_for_a_norms_eps_names_the_placement_that_folds() -> None:
+    model = build(FAMILY["UNet2DModel"])
+    scalelong.apply(model, "cs", kappa=0.5)
+    with pytest.raises(ValueError, match="train with placement='after_norm', which folds exactly, keep the hooks"):
+        scalelong.fold(model, **FAMILY["UNet2DModel"].inputs())
+    assert scalelong.skips.is_scaled(model)

@@ -115,7 +115,8 @@ def _compare(
     if not deviation <= tolerance:
         raise ValueError(
             f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in}) with kappa {kappa:.4g} would deviate by "
-            f"{deviation:.1e}, more than tolerance={tolerance:.1e}: {_why(skip)}; keep the hooks, or pass a larger tolerance"
+            f"{deviation:.1e}, more than tolerance={tolerance:.1e}: {_why(skip)}; {_remedy(skip)}keep the hooks, or pass a "
+            "larger tolerance"
         )
 
 
@@ -125,6 +126,13 @@ def _why(skip: LongSkip) -> str:
     if skip.reach == "partial":
         return "the GroupNorm in between has groups of both hidden and skip channels, which do not cancel kappa"
     return "the layers in between do not just pass kappa on"
+
+
+def _remedy(skip: LongSkip) -> str:
+    """Behind a norm kappa can be folded exactly, but it is another network."""
+    if skip.reach not in ("shortcut", "partial") or skip.after_norm:
+        return ""
+    return "train with placement='after_norm', which folds exactly, "
 
 
 def _output(model: nn.Module, call: Call) -> Tensor:
