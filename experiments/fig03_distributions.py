@@ -153,23 +153,24 @@ def draw(sizes: dict[str, Any], ratios: dict[str, Any], points: list[dict[str, A
     """Two distributions and two curves."""
     figure, ((size, ratio), (growth, gain)) = plt.subplots(2, 2, figsize=(11, 7.4), layout="constrained")
     for bar, (name, values) in zip(BARS, sizes.items(), strict=False):
-        size.hist(values, 80, (0, 2), color=bar, alpha=0.55, density=True, label=name)
-        ratio.hist(ratios[name], 80, (0, 8), color=bar, alpha=0.55, density=True, label=name)
+        size.hist(values, 80, range=(0, 2), color=bar, alpha=0.55, density=True, label=name)
+        ratio.hist(ratios[name], 80, range=(0, 8), color=bar, alpha=0.55, density=True, label=name)
     size.axvline(1 - 2 / 3 * 0.27, color="#444444", linestyle="--", linewidth=1, label="Lemma 3.2, U[-1, 1]: 0.82")
     ratio.axvline(5, color="#444444", linestyle="--", linewidth=1, label="5")
     table = averages(points)
+    plain = {row["sigma"]: row["loss_over_clean"] for row in table if row["method"] == "none"}
     for name in dict.fromkeys(row["method"] for row in table):
         here = [row for row in table if row["method"] == name and row["sigma"] > 0]
         x = [row["sigma"] for row in here]
-        growth.plot(x, [r["loss_over_clean"] for r in here], color=colour(name), marker="o", markersize=3.5, label=name)
-        gain.plot(x, [r["gain"] for r in here], color=colour(name), marker="o", markersize=3.5, label=name)
+        style = {"color": colour(name), "marker": "o", "markersize": 3.5, "label": name}
+        growth.plot(x, [100 * (row["loss_over_clean"] / plain[row["sigma"]] - 1) for row in here], **style)
+        gain.plot(x, [row["gain"] for row in here], **style)
     dress(size, "(a) squared norm of the network's input", "||x_t||² / m", "density")
     dress(ratio, "(b) target over input", "||ε||² / ||x_t||²", "density")
-    dress(growth, "(c) loss with extra input noise, over the clean loss", "σ of the extra noise")
+    dress(growth, "(c) growth of the loss with extra input noise, against none", "σ of the extra noise", "%")
     dress(gain, "(d) change of the output per change of the input", "σ of the extra noise")
     for axes in (growth, gain):
         axes.set_xscale("log")
-    growth.set_yscale("log")
     for axes in (size, ratio, growth):
         axes.legend(frameon=False, fontsize=8)
     save(figure, path)
