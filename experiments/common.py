@@ -104,9 +104,9 @@ def run_key(config: RunConfig) -> str:
     settings = {k: v for k, v in dotted(config).items() if k not in _NOT_IN_KEY and v != usual[k]}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
     kappa = f"{config.scaling.kappa:g}" if "kappa" in config.scaling.options() else ""
-    training = config.training
+    training, data = config.training, config.data.name.replace("/", "_")
     return (
-        f"{config.data.name}-depth{config.model.depth}-batch{training.batch_size}-{config.scaling.method}{kappa}"
+        f"{data}-depth{config.model.depth}-batch{training.batch_size}-{config.scaling.method}{kappa}"
         f"-steps{training.steps}-seed{training.seed}-{digest}"
     )
 
