@@ -1,6 +1,7 @@
 """Fetch, check and encode data sets.
 
 Example: scalelong data fetch cifar10
+Example: scalelong data encode emoji32 --autoencoder runs/emoji-autoencoder --out data/emoji32-latents
 Example: scalelong data encode-text emoji32 --encoder minilm --max-tokens 16
 """
 
