@@ -87,6 +87,7 @@ PRESETS: Mapping[str, RunConfig] = {
         _EMOJI,
         data=DataSettings("latents:data/emoji32-latents", flip=False),  # of scalelong data encode emoji32, 4 x 16 x 16
         model=dataclasses.replace(_EMOJI.model, patch_size=2),
+        diffusion=DiffusionSettings("vp", "x0"),  # shapes and colours can be seen after a few hundred steps
         sampling=dataclasses.replace(_EMOJI.sampling, clip=False),
     ),
     "fashion-mnist-unet": RunConfig(
