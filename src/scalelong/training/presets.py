@@ -80,7 +80,7 @@ PRESETS: Mapping[str, RunConfig] = {
         _EMOJI,
         model=dataclasses.replace(_EMOJI.model, patch_size=2),
         condition=ConditionSettings("text", encoder="minilm", max_tokens=16),
-        diffusion=DiffusionSettings("vp", "v"),  # the noisiest images, where the text decides, weigh as much as the others
+        diffusion=DiffusionSettings("vp", "v"),  # weighs the noisiest images, where the text decides
         sampling=dataclasses.replace(_EMOJI.sampling, guidance=3.0),
     ),
     "emoji32-latent": dataclasses.replace(
