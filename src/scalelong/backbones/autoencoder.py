@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Decode = Callable[[Tensor], Tensor]  # what the network was trained on -> images in [-1, 1]
+_DECODED_AT_ONCE = 64
 
 
 def small_autoencoder(
@@ -83,12 +82,11 @@ class Autoencoder:
         return torch.stack([posterior.mean, posterior.logvar], dim=1)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents of unit variance, as the denoiser makes them."""
+        """Images of latents of unit variance, as the denoiser makes them; a few at a time, since images are large."""
         dtype, device = self.model.dtype, self.model.device
         with torch.no_grad():
             stored = (latents / self.scale + self.shift).to(device, dtype)
-            images: Tensor = self.model.decode(stored).sample.float()
-        return images
+            return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, _DECODED_AT_ONCE)])
 
 
 def load_autoencoder(
