@@ -335,3 +335,24 @@ def test_a_tensor_kept_twice_in_a_row_is_two_skips(idle: bool) -> None:
     handle = scalelong.apply(model, "cs", kappa=0.5, example=image())
     assert [skip.used_in for skip in handle.skips] == ["up.3", "up.2", "up.1", "up.0"]
     assert all(check.effect > 1e-4 for check in scalelong.verify(model, *image()).checks)
+
+
+def test_the_k_upscalers_blocks_are_found_by_looking() -> None:
+    """Each up block takes the last tensor of its level; the innermost level's is the main path itself."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64, 64), mid_block_type=None, cross_attention_dim=12, attention_head_dim=16,
+        layers_per_block=2, resnet_time_scale_shift="ada_group", act_fn="gelu", time_embedding_type="fourier",
+        down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
+        up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"), conv_in_kernel=1, conv_out_kernel=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="not known by name, and there is no example"):
+        scalelong.apply(model, "cs")
+    example = {
+        "sample": randn(2, 4, 8, 8),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": randn(2, 5, 12),
+    }
+    handle = scalelong.apply(model, "cs", example=example)
+    assert [skip.made_in for skip in handle.skips] == ["down_blocks.0.resnets.1", "down_blocks.1.attentions.1"]

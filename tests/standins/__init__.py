@@ -7,6 +7,7 @@ from tests.standins.negative import (
     GrowingDenseNet,
     Inception,
     InlineResNet,
+    Pyramid,
     TwoStreams,
     ViT,
     plain_cnn,
@@ -76,4 +77,5 @@ NEGATIVE = [
     StandIn("DiT style", DiTStyle, image_and_time, 0, NONE),
     StandIn("two streams", TwoStreams, image, 0, NONE),
     StandIn("Inception", Inception, image, 0, NONE),
+    StandIn("pyramid pooling", Pyramid, image, 0, NONE),
 ]

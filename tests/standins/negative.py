@@ -187,3 +187,17 @@ class Inception(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Pyramid(nn.Module):
+    """Pooled branches of the features beside the features themselves, as in pyramid pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(16, 3, 1)
+        self.branches = nn.ModuleList(nn.Conv2d(8, 4, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        pooled = [branch(F.avg_pool2d(x, 2 * at)) for at, branch in enumerate(self.branches, start=1)]
+        return self.last(torch.cat([x, *(F.interpolate(each, x.shape[-2:]) for each in pooled)], dim=1))

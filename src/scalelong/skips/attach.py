@@ -83,7 +83,7 @@ def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
     skips, name = known_skips(model), type(model).__name__
     if skips is None and call is None:
         raise ValueError(
-            f"model: {name} is of no known family and has no example input to look at; pass one, "
+            f"model: the skips of this {name} are not known by name, and there is no example input to look at; pass one, "
             f"find_skips(model, x, t) or apply(model, ..., example=(x, t)); known are {', '.join(known_families())}"
         )
     if skips is not None and not skips:

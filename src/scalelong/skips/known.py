@@ -20,6 +20,8 @@ Found = tuple[str, str, SkipSize, Reach, str, Take]  # made_in, used_in, size, r
 
 def known_skips(model: nn.Module) -> list[LongSkip] | None:
     """The long skips of a model of a known family, outermost first; None for any other class."""
+    if _has_k_blocks(model):
+        return None
     for cls in type(model).__mro__:
         family = FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
         if family is not None:
@@ -42,7 +44,6 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
     """UNets whose up blocks get a tuple of skips and take them from its end, one per ResNet block."""
 
     def skips(model: Any) -> Iterator[Found]:
-        _refuse_k_blocks(model)
         made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
         for b, block in enumerate(model.down_blocks):
             made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
@@ -77,11 +78,12 @@ def _layer_outputs(block: Any) -> list[str]:
     return [f"{last}.{i}" for i in range(len(block.resnets))]
 
 
-def _refuse_k_blocks(model: Any) -> None:
-    """The K-upscaler's blocks join one skip per block and drop the others: their skips are not known here."""
-    for block in model.up_blocks:
-        if type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D"):
-            raise ValueError(f"model: up blocks of type {type(block).__name__} are not supported")
+def _has_k_blocks(model: Any) -> bool:
+    """The K-upscaler's blocks join one skip per block and drop the others: theirs are found by looking."""
+    blocks = getattr(model, "up_blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return False
+    return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
 
 
 def _has(block: Any, name: str) -> bool:

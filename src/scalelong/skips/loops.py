@@ -178,7 +178,7 @@ def _nest_of(trace: Trace, group: list[Loop]) -> _Nest:
     uses = Counter(loop.source for loop in group)
     once = [loop for loop in group if uses[loop.source] == 1]
     nest = longest_nest(once)
-    if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block_residual(trace, nest[0]))):
+    if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block(trace, nest[0]))):
         return _Nest([], None)
     if 2 <= len(nest) <= _modules_in_a_row(trace, once):
         return _Nest([], None)  # blocks with several streams
@@ -234,9 +234,13 @@ def _modules_in_a_row(trace: Trace, loops: Sequence[Loop]) -> int:
     return count
 
 
-def _is_block_residual(trace: Trace, loop: Loop) -> bool:
-    """x + f(x) around one module, or in a module that was handed x: the residual of one block, not a long skip."""
-    if loop.kind == "cat" or loop.owner < 0:
+def _is_block(trace: Trace, loop: Loop) -> bool:
+    """x + f(x) around one module, or in a module that was handed x, or x beside several branches of it: one block."""
+    if loop.kind == "cat":
+        join = trace.nodes[loop.join].join
+        operands = join.operands if join is not None else ()
+        return sum(each is not None and trace.leads_to(loop.source, each) for each in operands) > 2
+    if loop.owner < 0:
         return False
     if loop.around_one_module:
         return True
