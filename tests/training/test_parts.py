@@ -130,3 +130,29 @@ def test_a_unet_is_built_for_the_images_at_hand() -> None:
     model = build_model(tiny(model_backbone="unet", model_channels=(32, 64)), (1, 8, 8))
     assert model(torch.zeros(2, 1, 8, 8), 3).sample.shape == (2, 1, 8, 8)
     assert len(model.scalelong.current()) == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("mp_cat", {"t": 0.3}),
+        ("layernorm", {"affine": False, "eps": 1e-4}),
+        ("rezero", {}),
+        ("stable_tau", {"tau": 0.3}),
+    ],
+)
+def test_peers_are_built_from_their_settings(method: str, options: dict[str, float]) -> None:
+    model = build_model(tiny(scaling_method=method, **{f"scaling_{k}": v for k, v in options.items()}), (1, 8, 8))
+    assert (model.scalelong.config.method, model.scalelong.config.options) == (method, options)
+    assert model(torch.zeros(2, 1, 8, 8), torch.zeros(2)).shape == (2, 1, 8, 8)
+
+
+def test_a_unet_is_scaled_behind_its_norms_where_the_settings_say_so() -> None:
+    settings = {"model_backbone": "unet", "model_channels": (32, 64), "scaling_method": "cs"}
+    model = build_model(tiny(**settings, scaling_placement="after_norm"), (1, 8, 8))
+    assert model.config["long_skip_scaling"]["placement"] == "after_norm"
+
+
+def test_what_is_for_sampling_only_is_not_trained_with() -> None:
+    with pytest.raises(ValueError, match=r"scaling\.method: 'freeu' is for sampling from a trained model"):
+        tiny(scaling_method="freeu").checked()
