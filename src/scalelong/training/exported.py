@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from scalelong import skips
 from scalelong.data.base import Shape
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError
@@ -60,10 +61,14 @@ def read_exported(folder: Path) -> tuple[RunConfig, Description, nn.Module]:
     if description.folded:
         config = dataclasses.replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, description.shape, description.condition)
+    if description.folded:
+        skips.remove(model)  # the weights in the folder know of no scaling
     try:
         model.load_state_dict(_weights(folder / DENOISER))
     except RuntimeError as error:
         raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({error})") from error
+    if description.folded:
+        skips.apply(model, config.scaling.method)
     return config, description, model
 
 
