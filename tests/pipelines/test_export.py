@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from scalelong.backbones import as_network
 from scalelong.cli.main import main
 from scalelong.data.text import TextEncoder
 from scalelong.diffusion import DDPM, Objective, get_process, sample
-from scalelong.diffusion.guidance import guided
+from scalelong.diffusion.guidance import Guidance, guided
 from scalelong.pipelines import Exported, export_pipeline, scheduler_for
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.build import build_pixels
@@ -79,6 +80,8 @@ def test_samples_are_those_of_our_network(tmp_path: Path, case: str) -> None:
         expected = reference(run, as_network(run.model), pipe.scheduler, noise)
     drawn = pipe(latents=noise, num_inference_steps=STEPS, output_type="latent").images
     assert expected.std() > 0.1
+    code = [file.read_text() for file in (tmp_path / "pipe").rglob("*.py")]
+    assert any("\nimport scalelong" in text or "\nfrom scalelong" in text for text in code) == (case == "unet ls")
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -102,11 +105,18 @@ def test_unets_become_plain_diffusers(tmp_path: Path, changes: dict[str, Any]) -
     torch.testing.assert_close(drawn, (expected / 2 + 0.5).clamp(0, 1), rtol=1e-3, atol=1e-3)
 
 
-def test_classes_and_guidance_go_along(tmp_path: Path) -> None:
-    run = trained(tmp_path / "run", **setting("class", tmp_path), scaling_method="cs", sampling_guidance=3.0)
+@pytest.mark.parametrize("interval", [(0.0, math.inf), (0.3, 3.0)])
+def test_classes_and_guidance_go_along(tmp_path: Path, interval: tuple[float, float]) -> None:
+    changes = {"scaling_method": "cs", "sampling_guidance": 3.0, "sampling_guidance_interval": interval}
+    run = trained(tmp_path / "run", **setting("class", tmp_path), **changes)
     _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     noise, labels = noise_of(run), torch.tensor([4, 0, 9])
-    net = guided(as_network(run.model), {"class_labels": torch.tensor([10])}, 3.0)
+    guidance = Guidance(3.0, {"class_labels": torch.tensor([10])}, interval)
+
+    def net(x: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
+        alpha, sigma = run.objective.process.marginal(time[:1] / 999)
+        return guidance.network(as_network(run.model), float(sigma / alpha))(x, time, **condition)
+
     with torch.no_grad():
         expected = reference(run, net, pipe.scheduler, noise, class_labels=labels)
     drawn = pipe(class_labels=["4", 0, 9], latents=noise, num_inference_steps=STEPS, output_type="latent").images
