@@ -208,3 +208,18 @@ def test_a_tutorial_unet_takes_every_peer_of_skips() -> None:
         model = TutorialUNet().eval()
         scalelong.apply(model, method, example=image())
         assert torch.isfinite(model(*image())).all()
+
+
+@pytest.mark.slow
+@every_method
+def test_it_is_traced_in_one_graph_with_the_same_gradients(method: str, options: dict[str, Any], family: Family) -> None:
+    eager = build(family)
+    scalelong.apply(eager, method, **options)
+    other = copy.deepcopy(eager)
+    torch._dynamo.reset()
+    graph = torch.compile(other, fullgraph=True, backend="eager")
+    for model in (eager, graph):
+        output(model, family.inputs()).square().mean().backward()
+    for (name, p), (_, q) in zip(eager.named_parameters(), other.named_parameters(), strict=True):
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-5, msg=name)
