@@ -160,6 +160,7 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
     noise = mean(row["sd"] for row in table) / (seeds * len(settings)) ** 0.5
     best = min(RULES, key=lambda rule: regret[rule])
     told = ", ".join(f"{choice} {value:+.5f}" for choice, value in regret.items())
+    chosen = mean(row["kappa"] for row in table if row["choice"] == best)
     gains = [
         mean(loss_of(rows, setting, kappa)) - mean(loss_of(rows, setting, kappa, "warmed"))
         for setting in settings
@@ -168,7 +169,8 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
     return [
         Claim(
             "Does a rule beat kappa = 0.7? (the paper leaves the choice open)",
-            f"mean regret over {len(settings)} settings: {told}; noise of such a mean {noise:.5f}; best rule: {best}",
+            f"mean regret over {len(settings)} settings: {told}; noise of such a mean {noise:.5f}; best rule: "
+            f"{best}, which chose kappa {chosen:.2f} on average",
             regret[best] < regret["0.7"] - noise,
         ),
         Claim(
@@ -180,30 +182,38 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
 
 
 def draw(rows: list[dict[str, Any]], chosen: list[dict[str, Any]], path: Path) -> None:
-    """Loss against kappa in each setting, with what the rules chose."""
+    """Loss against kappa in each setting, each seed's own level taken off, and below it what the rules chose."""
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    figure, panels = plt.subplots(1, len(settings), figsize=(4.6 * len(settings), 4), layout="constrained")
-    markers = dict(zip(RULES, "oPsD^v", strict=True))
-    for axes, setting in zip(panels, settings, strict=True):
+    figure, panels = plt.subplots(
+        2, len(settings), figsize=(4.8 * len(settings), 5.6), layout="constrained", height_ratios=(3, 2), sharex=True
+    )
+    for column, setting in enumerate(settings):
         losses = [loss_of(rows, setting, kappa) for kappa in GRID]
-        axes.plot(
-            GRID, [mean(values) for values in losses], color="#4e79a7", linewidth=1.6, label="CS, mean of the seeds"
-        )
-        for kappa, values in zip(GRID, losses, strict=True):
-            axes.plot([kappa] * len(values), values, ".", color="#4e79a7", alpha=0.5, markersize=5)
-        for kappa in WARMED:
-            value = mean(loss_of(rows, setting, kappa, "warmed"))
-            axes.plot(
-                kappa, value, "*", color="#e15759", markersize=10, label="schedule" if kappa == WARMED[0] else None
-            )
-        base = axes.get_ylim()[0]
-        for height, rule in enumerate(RULES):
+        levels = [mean(values) for values in zip(*losses, strict=True)]
+        _draw_losses(panels[0][column], losses, [loss_of(rows, setting, k, "warmed") for k in WARMED], levels)
+        dress(panels[0][column], setting, "", "loss above the seed's mean, ‰" if column == 0 else "")
+        below = panels[1][column]
+        for height, rule in enumerate(reversed(RULES)):
             picks = [row["kappa"] for row in chosen if row["setting"] == setting and row["rule"] == rule]
-            place = base - (axes.get_ylim()[1] - base) * 0.05 * (height + 1)
-            axes.plot(picks, [place] * len(picks), markers[rule], color="#777777", markersize=4, label=rule)
-        dress(axes, setting, "κ", "loss on fixed noise" if axes is panels[0] else "")
-    panels[-1].legend(frameon=False, fontsize=7)
+            below.plot(picks, [height] * len(picks), "o", color="#777777", alpha=0.5, markersize=6)
+        dress(below, "", "κ; a dot for each seed's choice")
+        below.set_yticks(range(len(RULES)), list(reversed(RULES)) if column == 0 else [""] * len(RULES))
+        below.set_ylim(-0.6, len(RULES) - 0.4)
+    panels[0][-1].legend(frameon=False, fontsize=8)
     save(figure, path)
+
+
+def _draw_losses(axes: Any, losses: list[list[float]], warmed: list[list[float]], levels: list[float]) -> None:
+    def shown(values: list[float]) -> list[float]:
+        return [1000 * (value / level - 1) for value, level in zip(values, levels, strict=True)]
+
+    for kappa, values in zip(GRID, losses, strict=True):
+        axes.plot([kappa] * len(values), shown(values), ".", color="#4e79a7", alpha=0.5, markersize=6)
+    axes.plot(
+        GRID, [mean(shown(values)) for values in losses], color="#4e79a7", linewidth=1.6, label="CS, mean of seeds"
+    )
+    means = [mean(shown(values)) for values in warmed]
+    axes.plot(WARMED, means, "*", color="#e15759", markersize=11, label="coefficients from 1 to CS")
 
 
 if __name__ == "__main__":

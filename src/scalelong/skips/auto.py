@@ -1,7 +1,8 @@
 """kappa="auto": which kappa of CS, when nobody says.
 
-No rule tried, from the data, from the model at its start or from its first steps, chose better than 0.7 by more than the
-noise (experiments/auto_kappa.py), so "auto" is 0.7. The interval of Sec. 4.1 on the example is logged beside it.
+No rule that looks at the data or at the model's start chose better than 0.7 by more than the noise, and a pilot of
+training only ever chose not to scale (experiments/auto_kappa.py), so "auto" is 0.7. The interval of Sec. 4.1 on the
+example is logged beside it.
 """
 
 from __future__ import annotations

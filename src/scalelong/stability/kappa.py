@@ -2,8 +2,8 @@
 
 The output of a U-shaped network is of the size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be that of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile; with the number of
-skips given, that is an interval for the kappa of CS. Within it the paper leaves the choice open, and no rule that we tried
-chose better than 0.7 (experiments/auto_kappa.py), so 0.7 is recommended, and the interval is told.
+skips given, that is an interval for the kappa of CS. Within it the paper leaves the choice open, and no rule that looks at
+the data or at the model's start chose better than 0.7 (experiments/auto_kappa.py): 0.7 is recommended, the interval told.
 
 Shapes: n images, B samples, m values per image.
 """
@@ -182,8 +182,8 @@ def _recommend(
         f"N = {num_skips} skips, kappa_i = kappa^(i-1), that is kappa from {kappas[0]:.3f} to {kappas[1]:.3f}; at "
         f"{middle:.3f} the sum misses the average sample and the {TAIL:.0%} sample by the same factor. "
         f"Recommended {kappa:g}, {place} the interval: the sum is then {sum_of_squares(kappa, num_skips):.3f}. No rule that "
-        f"we tried chose better than {USUAL_KAPPA:g} by more than the noise, this middle among them; where it matters, try "
-        "a few values."
+        f"looks at the data or at the model's start chose better than {USUAL_KAPPA:g} by more than the noise, this middle "
+        "among them; where it matters, try a few values."
     )
     error = float(ratios.std() / math.sqrt(len(ratios)))
     return Recommendation(
