@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scalelong.data.errors import DataError
-from scalelong.data.names import KNOWN, parse_name
+from scalelong.data.names import KNOWN, PREFIXED, parse_name
 
 
 def test_unknown_name_gets_the_nearest_one_and_the_list() -> None:
@@ -23,6 +23,8 @@ def test_unknown_name_gets_the_nearest_one_and_the_list() -> None:
 def test_paths_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_name("folder:a/b") == ("folder", "a/b")
     assert parse_name("hf:owner/name") == ("hf", "owner/name")
+    for form, kind in PREFIXED.items():
+        assert parse_name(f"{form.partition(':')[0]}:a:b/{{0..9}}.tar") == (kind, "a:b/{0..9}.tar")
     assert parse_name(str(tmp_path)) == ("folder", str(tmp_path))
     (tmp_path / "digits").mkdir()
     monkeypatch.chdir(tmp_path)
