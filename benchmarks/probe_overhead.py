@@ -13,14 +13,17 @@ import dataclasses
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 import tyro
+from torch import nn
 
 from scalelong.cli.train import oscillation_probe
+from scalelong.stability import OscillationProbe
 from scalelong.stability.probes import DEFAULT_EVERY
 from scalelong.training import RunConfig, Trainer, get_preset
 from scalelong.training.step import sample_indices
@@ -42,27 +45,23 @@ def main() -> None:
     trainer = Trainer(
         configured(command.preset or ("cifar10-uvit-s2" if on_gpu else "digits-demo"), on_gpu), command.folder
     )
-    probe = oscillation_probe(trainer, DEFAULT_EVERY)
     clock = time.perf_counter if on_gpu else time.process_time
     seconds: dict[str, list[float]] = {"plain": [], "probed": []}
-    alone: list[float] = []
-    run_window(trainer, 0, None)
-    probe(DEFAULT_EVERY, trainer.model)
+    probe = TimedProbe(oscillation_probe(trainer, DEFAULT_EVERY), clock)
+    run_window(trainer, 0, probe)
+    probe.seconds.clear()
     for window in range(1, 2 * command.windows + 1):
         kind = "probed" if window % 2 else "plain"
         started = clock()
         run_window(trainer, window, probe if kind == "probed" else None)
         seconds[kind].append((clock() - started) / DEFAULT_EVERY)
-        started = clock()
-        probe(DEFAULT_EVERY, trainer.model)
-        alone.append(clock() - started)
-    plain, probed, measurement = min(seconds["plain"]), min(seconds["probed"]), median(alone)
+    plain, probed, measurement = min(seconds["plain"]), min(seconds["probed"]), median(probe.seconds)
     share = measurement / (DEFAULT_EVERY * plain)
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
         "torch": torch.__version__,
         "every": DEFAULT_EVERY,
-        "blocks": len(probe.blocks),
+        "blocks": len(probe.probe.blocks),
         "plain_ms_per_step": plain * 1e3,
         "probed_ms_per_step": probed * 1e3,
         "measurement_ms": measurement * 1e3,
@@ -77,6 +76,20 @@ def main() -> None:
         Path(command.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
+class TimedProbe:
+    """A probe that notes how long its measurements take."""
+
+    def __init__(self, probe: OscillationProbe, clock: Callable[[], float]) -> None:
+        self.probe, self.clock, self.seconds = probe, clock, list[float]()
+
+    def __call__(self, step: int, model: nn.Module) -> None:
+        if step % self.probe.every == 0 and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what came before is not the probe's
+        started = self.clock()
+        if self.probe(step, model) is not None:
+            self.seconds.append(self.clock() - started)
+
+
 def configured(name: str, on_gpu: bool) -> RunConfig:
     """The preset; on a GPU at the paper's smaller batch with CUDA graphs, where a step is shortest."""
     preset = get_preset(name)
@@ -88,7 +101,7 @@ def configured(name: str, on_gpu: bool) -> RunConfig:
     return dataclasses.replace(preset, training=training)
 
 
-def run_window(trainer: Trainer, window: int, probe: object) -> None:
+def run_window(trainer: Trainer, window: int, probe: TimedProbe | None) -> None:
     """As many steps as lie between two measurements, and one measurement if there is a probe."""
     for number in range(1, DEFAULT_EVERY + 1):
         step = window * DEFAULT_EVERY + number
@@ -97,7 +110,7 @@ def run_window(trainer: Trainer, window: int, probe: object) -> None:
         trainer.stepper.update(pending)
         trainer.ema.update(trainer.model, step)
         if probe is not None:
-            probe(step, trainer.model)  # type: ignore[operator]
+            probe(step, trainer.model)
         trainer.stepper.clear()
         pending.read(1)
 

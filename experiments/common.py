@@ -176,7 +176,7 @@ def measures(run: RunSeries) -> dict[str, Any]:
     """One row of a table: the method, the seed, and what was measured."""
     features = block_oscillations(run)
     return {
-        "method": label(run),
+        "method": run.label,
         "seed": run.seed,
         "depth": run.config.model.depth,
         "batch": run.config.training.batch_size,

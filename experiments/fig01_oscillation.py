@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import tyro
-from common import Options, block_oscillations, by_method, colour, grid, label, measures, setting, trained
+from common import Options, block_oscillations, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
 from scalelong.report.series import RunSeries
@@ -80,7 +80,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def curves(runs: list[RunSeries]) -> list[dict[str, Any]]:
     """The norms that are drawn: middle and last block."""
     return [
-        {"depth": r.config.model.depth, "method": label(r), "seed": r.seed, "block": b, "step": step, "norm": norm}
+        {"depth": r.config.model.depth, "method": r.label, "seed": r.seed, "block": b, "step": step, "norm": norm}
         for r in runs
         for b in (r.middle_block, r.blocks[-1])
         for step, norm in zip(*r.column("probe", f"norm/{b}"), strict=True)
@@ -92,8 +92,8 @@ def draw(runs: list[RunSeries], depths: tuple[int, ...], path: Path) -> None:
     figure, panels = plt.subplots(len(depths), 2, figsize=(11, 3.8 * len(depths)), layout="constrained", squeeze=False)
     for (left, right), depth in zip(panels, depths, strict=True):
         here = [run for run in runs if run.config.model.depth == depth]
-        for name in dict.fromkeys(map(label, here)):
-            same = [run for run in here if label(run) == name]
+        for name in dict.fromkeys(run.label for run in here):
+            same = [run for run in here if run.label == name]
             for run in same:
                 first = run is same[0]
                 style = {"color": colour(name), "linewidth": 1.3 if first else 0.8, "alpha": 1.0 if first else 0.35}

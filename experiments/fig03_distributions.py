@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
-from common import Options, colour, grid, label, setting, trained
+from common import Options, colour, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
 from scalelong.backbones import as_network
@@ -93,7 +93,7 @@ def robustness(run: RunSeries) -> list[dict[str, Any]]:
     curve = robustness_curve(as_network(loaded.model), loaded.objective, images)
     base = curve[0].loss
     return [
-        {"method": label(run), "seed": run.seed, **vars(point), "loss_over_clean": point.loss / base} for point in curve
+        {"method": run.label, "seed": run.seed, **vars(point), "loss_over_clean": point.loss / base} for point in curve
     ]
 
 

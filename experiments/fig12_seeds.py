@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import tyro
-from common import Options, by_method, colour, grid, label, measures, setting, trained
+from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
 from scalelong.report.series import RunSeries
@@ -80,7 +80,7 @@ def draw(runs: list[RunSeries], path: Any) -> None:
         column = seeds.index(run.seed)
         for row, block in enumerate((run.middle_block, run.blocks[-1])):
             steps, norms = run.column("probe", f"norm/{block}")
-            name = label(run)
+            name = run.label
             panels[row][column].plot(steps, norms, color=colour(name), label=name, linewidth=1.1)
             dress(
                 panels[row][column],

@@ -42,7 +42,7 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers: Any) -> None:
     """summary.json: where and how the numbers came about, and how they stand to the paper."""
     summary = {
-        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "command": shlex.join(["python", *recorded_command(sys.argv)]),
         "commit": commit(),
         "device": device_name(),
         "torch": torch.__version__,
@@ -106,7 +106,7 @@ def _short(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _relative(arguments: Sequence[str]) -> list[str]:
+def recorded_command(arguments: Sequence[str]) -> list[str]:
     """The script as it is called from the repository's root, without where its files went."""
     kept = [f"experiments/{Path(arguments[0]).name}"]
     rest = iter(arguments[1:])

@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import tyro
-from common import Options, by_method, colour, grid, label, measures, setting, trained
+from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from probe_loss import fixed_loss
 
@@ -57,14 +57,14 @@ def course(runs: list[RunSeries]) -> list[dict[str, Any]]:
     """Mean training loss over each fifth of the steps, over the seeds."""
     total = runs[0].config.training.steps
     table = []
-    for name in dict.fromkeys(map(label, runs)):
+    for name in dict.fromkeys(run.label for run in runs):
         line: dict[str, Any] = {"method": name}
         for part in range(1, PARTS + 1):
             first, last = total * (part - 1) // PARTS, total * part // PARTS
             values = [
                 loss
                 for run in runs
-                if label(run) == name
+                if run.label == name
                 for step, loss in zip(*run.column("train", "loss"), strict=True)
                 if first < step <= last
             ]
@@ -78,7 +78,7 @@ def draw(runs: list[RunSeries], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     seen: set[str] = set()
     for run in runs:
-        name = label(run)
+        name = run.label
         style = {"color": colour(name), "linewidth": 1.1, "alpha": 0.8, "label": None if name in seen else name}
         seen.add(name)
         left.plot(*run.column("train", "loss"), **style)

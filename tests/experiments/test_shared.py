@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 from common import base_config, by_method, run_key, varied
 from ensemble import Member, for_member, train_together
-from output import _relative
+from output import recorded_command
 
 from scalelong.data import load_source
 from scalelong.training import RunConfig, read_events, train
@@ -62,4 +62,4 @@ def test_tables_and_commands() -> None:
     rows = [{"method": "none", "x": 1.0}, {"method": "ls", "x": 2.0}, {"method": "none", "x": 3.0}]
     assert by_method(rows, "x") == {"none": [1.0, 3.0], "ls": [2.0]}
     arguments = ["somewhere/fig01.py", "--out", "there", "--steps", "3", "--runs", "here"]
-    assert _relative(arguments) == ["experiments/fig01.py", "--steps", "3"]
+    assert recorded_command(arguments) == ["experiments/fig01.py", "--steps", "3"]
