@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, load_autoencoder, small_autoencoder
 from scalelong.data import DeviceLoader, MemorySource, StreamLoader, check, load_source, pixels_of
-from scalelong.data.encode import Origin, encode
+from scalelong.data.encode import LOCK, Origin, encode
 from scalelong.data.errors import DataError
 from scalelong.data.images import to_float
 from scalelong.data.latents import AUTOENCODER, INDEX, decoder
@@ -133,6 +134,13 @@ def test_decoding_undoes_the_scale(encoded: Path) -> None:
     latents = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(found.decode(latents), autoencoder().model.decode(latents / 1.7).sample)
     assert decoder("emoji32", "cpu") is None
+
+
+def test_one_encoding_at_a_time(encoded: Path) -> None:
+    with (encoded / LOCK).open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match="another process is encoding into"):
+            encode(images(), autoencoder(), encoded, Origin("toy"), per_shard=4)
 
 
 def test_what_does_not_fit_is_said(encoded: Path, tmp_path: Path) -> None:

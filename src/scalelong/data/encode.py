@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,6 +38,8 @@ from scalelong.data.latents import (
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -64,14 +68,20 @@ def encode(
         raise DataError(f"data.name: {source.name} are latents already; encode the images they were made of")
     shape = autoencoder.latent_shape(source.shape)
     plan = _plan(source, autoencoder, origin, shape, per_shard)
-    if (folder / INDEX).is_file() and _is_complete(folder, plan):
-        logger.info("%s is complete", folder)
-        return folder
-    _claim(folder, plan, 16 * len(source) * torch.Size(shape).numel())
+    with _alone(folder):
+        if (folder / INDEX).is_file() and _is_complete(folder, plan):
+            logger.info("%s is complete", folder)
+        else:
+            _claim(folder, plan, 16 * len(source) * torch.Size(shape).numel())
+            _encode(source, autoencoder, folder, plan, batch_size)
+    return folder
+
+
+def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mapping[str, Any], batch_size: int) -> None:
     autoencoder.model.save_pretrained(folder / AUTOENCODER)
     latent_autoencoder(folder, plan)  # what lies there is what encodes
     _write(folder / ANNOTATIONS, json.dumps(_annotations(source)).encode())
-    starts = range(0, len(source), per_shard)
+    starts = range(0, len(source), plan["per_shard"])
     with tqdm(total=len(source), unit="img", desc=f"encode {source.name}", disable=None) as bar:
         shards = [
             _shard(folder, number, start, source, autoencoder, plan, batch_size, bar)
@@ -81,7 +91,23 @@ def encode(
     _write(folder / INDEX, (json.dumps(index, indent=1) + "\n").encode())
     for leftover in (*folder.glob("shard-*.json"), folder / PLAN):
         leftover.unlink()
-    return folder
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from encoding into the same folder; held until the block ends or the process dies."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in folder.iterdir()} - {LOCK}
+    if names and names.isdisjoint({PLAN, INDEX}):
+        raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
+    with (folder / LOCK).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"out: another process is encoding into {folder}; wait for it or stop it") from None
+        yield
 
 
 def _plan(
@@ -106,9 +132,6 @@ def _claim(folder: Path, plan: Mapping[str, Any], needed: int) -> None:
     if (folder / PLAN).is_file():
         _check_same(folder, json.loads((folder / PLAN).read_text()), plan)
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"out: {folder} has {free / 1e9:.1f} GB free, the latents need {needed / 1e9:.1f} GB")
