@@ -163,6 +163,17 @@ def test_edm_draws_as_our_own_solver_does(tmp_path: Path) -> None:
     torch.testing.assert_close(drawn, expected, rtol=1e-2, atol=1e-2)
 
 
+def test_dpm_solver_draws_nearly_as_our_own_does(tmp_path: Path) -> None:
+    """Its grid is ours but for the times told to the network, which it rounds to whole timesteps."""
+    run = trained(tmp_path / "run", scaling_method="cs", sampling_sampler="dpm++2m", diffusion_prediction="x0")
+    _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
+    noise = noise_of(run)
+    expected = sample(run.objective, as_network(run.model), noise, sampler="dpm++2m", steps=20, clip=True)
+    drawn = pipe(latents=noise, num_inference_steps=20, output_type="latent").images
+    assert expected.std() > 0.01
+    assert (drawn - expected).abs().mean() < 0.05 * expected.std()
+
+
 @pytest.mark.parametrize("process", ["vp", "cosine", "ddpm"])
 def test_the_scheduler_has_the_noise_levels_of_the_process(process: str) -> None:
     objective = Objective(get_process(process))
