@@ -212,7 +212,9 @@ def test_a_tutorial_unet_takes_every_peer_of_skips() -> None:
 
 @pytest.mark.slow
 @every_method
-def test_it_is_traced_in_one_graph_with_the_same_gradients(method: str, options: dict[str, Any], family: Family) -> None:
+def test_it_is_traced_in_one_graph_with_the_same_gradients(
+    method: str, options: dict[str, Any], family: Family
+) -> None:
     eager = build(family)
     scalelong.apply(eager, method, **options)
     other = copy.deepcopy(eager)
