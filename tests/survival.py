@@ -281,7 +281,9 @@ def limits() -> dict[tuple[str, str], Limit]:
         )
     for name, subject in subjects().items():
         if not subject.diffusers:
-            found[name, "pipeline"] = Limit("no diffusers model, so no part of a pipeline", "No such file")
+            found[name, "pipeline"] = Limit(
+                "no diffusers model, so no part of a pipeline", "No such file|no attribute 'from_pretrained'"
+            )
     name = "UniDiffuser UTransformer2DModel"
     found[name, "pipeline"] = Limit(
         "diffusers' pipelines hold UniDiffuserModel, not this part", "no attribute UTransformer2DModel"
