@@ -205,6 +205,7 @@ for _ in range(4):
     optimizer.step()
     probe.step()
     optimizer.zero_grad()
+del model, optimizer, probe  # DDP goes before its group, or it may wait for gloo's threads for ever
 dist.destroy_process_group()
 """
 
