@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+import torch
 from tqdm import tqdm
 
 from scalelong.report.series import RunSeries, read_run
 from scalelong.stability import relative_oscillation
-from scalelong.training import RunConfig, get_preset
+from scalelong.training import RunConfig, TrainedRun, get_preset, load_run
 from scalelong.training.config import (
     DataSettings,
     ModelSettings,
@@ -130,8 +131,6 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 
 def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
-    import torch
-
     from scalelong.cli.train import oscillation_probe
     from scalelong.training import Trainer
 
@@ -142,6 +141,17 @@ def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
     trainer.run()
     if trainer.stopping:
         raise RuntimeError(f"{folder}: stopped at step {trainer.step}; the same command again goes on from there")
+
+
+def compared(
+    base: RunConfig, methods: Sequence[str], options: Options, device: torch.device
+) -> dict[str, tuple[RunSeries, TrainedRun]]:
+    """Every method with every seed, trained and loaded to be looked at, by a name for tables and pictures."""
+    configs = [varied(base, method, seed) for method in methods for seed in options.seeds]
+    return {
+        f"{label(series)}, seed {series.seed}": (series, load_run(series.folder, device=device))
+        for series in trained(configs, options, probe_every=100)
+    }
 
 
 def setting(config: RunConfig) -> str:

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from common import Options, base_config, label, setting, trained, varied
-from output import Claim, print_claims, print_table, save, write_csv, write_summary
+from common import Options, base_config, compared, setting
+from output import Claim, beats, print_claims, print_table, save, write_csv, write_summary
 from torch import Tensor
 
 from scalelong.backbones import as_network
 from scalelong.evaluation import generate
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
-from scalelong.training import RunConfig, TrainedRun, load_run
+from scalelong.training import RunConfig, TrainedRun
 from scalelong.training.condition import choose_classes
 from scalelong.training.config import ConditionSettings, SamplingSettings
 
@@ -49,17 +49,16 @@ def main() -> None:
     options = tyro.cli(Conditional, description=__doc__)
     out = options.folder(NAME)
     base = conditional_config(options)
-    configs = [varied(base, method, seed) for method in options.methods for seed in options.seeds]
-    found = trained(configs, options, probe_every=100)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    runs = {f"{label(series)}, seed {series.seed}": load_run(series.folder, device=device) for series in found}
+    found = compared(base, options.methods, options, device)
     rows = [
         row(name, series.final_loss(), evaluation)
-        for (name, run), series in zip(runs.items(), found, strict=True)
+        for name, (series, run) in found.items()
         for evaluation in evaluations(run, options, device)
     ]
     write_csv(rows, out / "quality.csv")
-    draw({name: by_class(run, options, device) for name, run in runs.items()}, runs, out / "grid.png")
+    drawn = {name: by_class(run, options, device) for name, (_, run) in found.items()}
+    draw(drawn, next(iter(found.values()))[1].sizes.class_names[:10], out / "grid.png")
     claims = [claim(rows, scale) for scale in options.guidance]
     told = f"class-conditional, drop {base.condition.drop}; {setting(base)}; dpm++2m, {options.sampler_steps} steps"
     write_summary(out, claims, told, table=rows)
@@ -111,13 +110,11 @@ def row(name: str, loss: float, evaluation: Evaluation) -> dict[str, Any]:
 def claim(rows: Sequence[dict[str, Any]], scale: float) -> Claim:
     """Whether both of the paper's methods beat the unscaled network here."""
     values = {each["run"]: each["value"] for each in rows if each["guidance"] == scale}
-    unscaled = [value for name, value in values.items() if name.startswith("none")]
-    ours = [value for name, value in values.items() if not name.startswith("none")]
     told = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     return Claim(
         "class-conditional generation with CS and with LS has a lower FID than without scaling (Table 1, ImageNet 64)",
         f"{rows[0]['metric']} of {rows[0]['images']:,} images with guidance {scale:g}: {told}",
-        bool(unscaled and ours) and max(ours) < min(unscaled),
+        beats(values, lower=True),
     )
 
 
@@ -139,9 +136,8 @@ def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Ten
     )
 
 
-def draw(images: dict[str, Tensor], runs: dict[str, TrainedRun], path: Path) -> None:
+def draw(images: dict[str, Tensor], names: Sequence[str], path: Path) -> None:
     """A block of rows for each run: one row for each class, its name on the left."""
-    names = next(iter(runs.values())).sizes.class_names[:10]
     figure, axes = plt.subplots(1, len(images), figsize=(4.2 * len(images), 0.55 * len(names) + 0.5), squeeze=False)
     for position, (title, drawn) in enumerate(images.items()):
         framed = F.pad(drawn, [1, 1, 1, 1], value=255)

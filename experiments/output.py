@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+VERDICTS = {True: "yes", False: "no", None: "not decided: one seed"}
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -28,7 +30,16 @@ class Claim:
 
     paper: str
     measured: str
-    agrees: bool
+    agrees: bool | None  # None: these runs cannot decide it
+
+
+def beats(values: Mapping[str, float], lower: bool) -> bool | None:
+    """Whether every scaled run is better than every unscaled one ("none, seed 0"); with one seed of them, nobody knows."""
+    unscaled = [value for name, value in values.items() if name.startswith("none")]
+    ours = [value for name, value in values.items() if not name.startswith("none")]
+    if len(unscaled) < 2 or not ours:
+        return None
+    return max(ours) < min(unscaled) if lower else min(ours) > max(unscaled)
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -83,7 +94,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 def print_claims(claims: Sequence[Claim]) -> None:
     """Claim, measurement, verdict."""
     for claim in claims:
-        print(f"\npaper     {claim.paper}\nmeasured  {claim.measured}\nagrees    {'yes' if claim.agrees else 'no'}")
+        print(f"\npaper     {claim.paper}\nmeasured  {claim.measured}\nagrees    {VERDICTS[claim.agrees]}")
 
 
 def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:

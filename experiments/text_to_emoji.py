@@ -18,8 +18,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from common import Options, label, setting, trained, varied
-from output import Claim, print_claims, print_table, save, write_csv, write_summary
+from common import Options, compared, setting
+from output import Claim, beats, print_claims, print_table, save, write_csv, write_summary
 from text_image_probe import Probe, ranks, train_probe
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from scalelong.backbones import as_network
 from scalelong.data import MemorySource, load_source
 from scalelong.data.text import TextFeatures, encode_text
 from scalelong.evaluation import generate
-from scalelong.training import RunConfig, TrainedRun, get_preset, load_run
+from scalelong.training import RunConfig, TrainedRun, get_preset
 from scalelong.training.condition import Condition, make_condition
 
 NAME = "text-to-emoji"
@@ -61,16 +61,14 @@ def main() -> None:
     options = tyro.cli(TextToEmoji, description=__doc__)
     out = options.folder(NAME)
     base = text_config(options)
-    configs = [varied(base, method, seed) for method in options.methods for seed in options.seeds]
-    found = trained(configs, options, probe_every=100)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = compared(base, options.methods, options, device)
     seen, unseen = pairs(base, "seen", device), pairs(base, "unseen", device)
     judges = train_judges(seen, unseen, options.probe_steps or (3000 if options.scale == "gpu" else 300), device)
-    runs = {f"{label(series)}, seed {series.seed}": load_run(series.folder, device=device) for series in found}
     count = options.per_caption or (8 if options.scale == "gpu" else 2)
     drawn = {
         (name, scale): draw_held_out(run, unseen, scale, count, device)
-        for name, run in runs.items()
+        for name, (_, run) in found.items()
         for scale in options.guidance
     }
     rows = [row("real pictures", None, unseen.source.images, unseen, judges)]
@@ -171,13 +169,11 @@ def claim(rows: Sequence[dict[str, Any]], captions: int) -> Claim:
     """Whether both of the paper's methods beat the unscaled network here, at the last guidance."""
     last = rows[-1]["guidance"]
     values = {each["images"]: each["first (all)"] for each in rows if each["guidance"] == last}
-    unscaled = [value for name, value in values.items() if name.startswith("none")]
-    ours = [value for name, value in values.items() if not name.startswith("none")]
     told = "; ".join(f"{name} {value:.3f}" for name, value in values.items())
     return Claim(
         "text-to-image generation with CS and with LS is better than without scaling (Table 1, FID on MS-COCO)",
         f"share of held-out captions that rank first among {captions} (chance {1 / captions:.3f}): {told}",
-        bool(unscaled and ours) and min(ours) > max(unscaled),
+        beats(values, lower=False),
     )
 
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 from common import base_config, by_method, run_key, varied
 from ensemble import Member, for_member, train_together
-from output import recorded_command
+from output import beats, recorded_command
 
 from scalelong.data import load_source
 from scalelong.training import RunConfig, read_events, train
@@ -63,3 +63,11 @@ def test_tables_and_commands() -> None:
     assert by_method(rows, "x") == {"none": [1.0, 3.0], "ls": [2.0]}
     arguments = ["somewhere/fig01.py", "--out", "there", "--steps", "3", "--runs", "here"]
     assert recorded_command(arguments) == ["experiments/fig01.py", "--steps", "3"]
+
+
+def test_one_seed_decides_nothing() -> None:
+    values = {"none, seed 0": 2.0, "cs 0.5, seed 0": 1.0, "ls, seed 0": 1.5}
+    assert beats(values, lower=True) is None
+    assert beats({**values, "none, seed 1": 1.8}, lower=True) is True
+    assert beats({**values, "none, seed 1": 1.2}, lower=True) is False
+    assert beats({**values, "none, seed 1": 0.9}, lower=False) is False

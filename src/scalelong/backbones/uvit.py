@@ -231,9 +231,8 @@ class UViT(nn.Module):
         self._check_inputs(x, class_labels, context)
         tokens = torch.cat([*self._extra_tokens(x, time, class_labels, context), self.patch_embed(x)], dim=1)
         tokens = tokens + self.pos_embed
-        tokens = tokens.to(
-            drawing_type(tokens) or tokens.dtype
-        )  # the residual path in 16 bits halves what LayerNorm moves
+        # the residual path in 16 bits halves what LayerNorm moves
+        tokens = tokens.to(drawing_type(tokens) or tokens.dtype)
         skips: list[Tensor] = []
         for block in self.in_blocks:
             tokens = self._run(block, tokens)

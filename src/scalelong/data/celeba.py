@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -10,8 +9,7 @@ from PIL import Image
 
 from scalelong.data.errors import DataError
 from scalelong.data.folder import image_files
-from scalelong.data.images import open_rgb
-from scalelong.data.pictures import PictureSource
+from scalelong.data.pictures import FileSource
 
 CROP = 140
 SIZE = 64
@@ -20,7 +18,7 @@ PARTITIONS = ("list_eval_partition.txt", "list_eval_partition.csv")
 SPLITS = {"train": 0, "val": 1, "test": 2}
 
 
-class CelebASource(PictureSource):
+class CelebASource(FileSource):
     """The folder of aligned images; with the official partition file beside it, one split of them."""
 
     captions = None
@@ -38,15 +36,9 @@ class CelebASource(PictureSource):
         self.image_size = image_size or SIZE
         self.shape = self.common_shape()
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def where(self, item: int) -> str:
-        return str(self.folder / self.files[item])
-
     def open(self, item: int) -> Image.Image:
         """The centre 140 x 140 pixels."""
-        image = open_rgb(self.folder / self.files[item], self.where(item))
+        image = super().open(item)
         width, height = image.size
         if min(width, height) < CROP:
             raise DataError(
@@ -56,11 +48,8 @@ class CelebASource(PictureSource):
         left, top = (width - CROP) // 2, (height - CROP) // 2
         return image.crop((left, top, left + CROP, top + CROP))
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256(repr((self.shape, CROP)).encode())
-        for name in self.files:
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
-        return digest.hexdigest()
+    def _form(self) -> object:
+        return (self.shape, CROP)
 
 
 def _chosen(files: list[str], root: Path, split: str) -> list[str]:

@@ -5,19 +5,15 @@ An image has about five captions; which one a training sample gets is a function
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
-from scalelong.data.base import update_with_annotations
 from scalelong.data.errors import DataError
-from scalelong.data.images import open_rgb
-from scalelong.data.pictures import PictureSource
+from scalelong.data.pictures import FileSource
 
 KARPATHY = "dataset_coco.json"
 KARPATHY_SPLITS = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
@@ -25,7 +21,7 @@ KARPATHY_SPLITS = {"train": ("train", "restval"), "val": ("val",), "test": ("tes
 _Entry = tuple[str, list[str]]  # a file's path below the folder, its captions
 
 
-class CocoSource(PictureSource):
+class CocoSource(FileSource):
     """Images with several captions each, all of them in `captions`."""
 
     labels = None
@@ -45,22 +41,6 @@ class CocoSource(PictureSource):
         self.class_names = []
         self.image_size = image_size
         self.shape = self.common_shape()
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def where(self, item: int) -> str:
-        return str(self.folder / self.files[item])
-
-    def open(self, item: int) -> Image.Image:
-        return open_rgb(self.folder / self.files[item], self.where(item))
-
-    def _digest(self) -> str:
-        digest = hashlib.sha256(repr(self.shape).encode())
-        for name in self.files:
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
-        update_with_annotations(digest, self.caption_counts, self.captions)
-        return digest.hexdigest()
 
 
 def _entries(folder: Path, split: str) -> tuple[Path, list[_Entry]]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import torch
-from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import update_with_annotations
 from scalelong.data.errors import DataError
-from scalelong.data.images import EXTENSIONS, open_rgb
-from scalelong.data.pictures import PictureSource
+from scalelong.data.images import EXTENSIONS
+from scalelong.data.pictures import FileSource
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 
 
-class FolderSource(PictureSource):
+class FolderSource(FileSource):
     """Files are read when they are asked for: decoded, cropped to the centre square, resized, RGB."""
 
     def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
@@ -33,23 +30,6 @@ class FolderSource(PictureSource):
         self.num_classes = len(self.class_names)
         self.labels = _labels(self.files, self.class_names)
         self.shape = self.common_shape()
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def where(self, item: int) -> str:
-        return str(self.folder / self.files[item])
-
-    def open(self, item: int) -> Image.Image:
-        return open_rgb(self.folder / self.files[item], self.where(item))
-
-    def _digest(self) -> str:
-        """Over the manifest: the shape, and each file's name and size."""
-        digest = hashlib.sha256(repr(self.shape).encode())
-        for name in self.files:
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
 
 
 def split_folder(root: Path, split: str) -> Path:

@@ -50,9 +50,8 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
                     "wrong channels",
                 )
             image.load()
-            if image.format == "TIFF" or not _ORIENTED.isdisjoint(
-                image.info
-            ):  # looking for it is slow for small images
+            # looking for an orientation is slow for small images
+            if image.format == "TIFF" or not _ORIENTED.isdisjoint(image.info):
                 ImageOps.exif_transpose(image, in_place=True)
             return on_white(image)
     except DataError:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import Shape, Source
+from scalelong.data.base import Shape, Source, update_with_annotations
 from scalelong.data.errors import DataError
-from scalelong.data.images import fit, to_tensor
+from scalelong.data.images import fit, open_rgb, to_tensor
 
 
 class PictureSource(Source):
@@ -55,3 +57,31 @@ class PictureSource(Source):
                 f"{width} x {height}; set data.image_size to crop and resize all of them"
             )
         return image
+
+
+class FileSource(PictureSource):
+    """One file for each picture, below one folder; `files` are paths from there."""
+
+    folder: Path
+    files: list[str]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def where(self, item: int) -> str:
+        return str(self.folder / self.files[item])
+
+    def open(self, item: int) -> Image.Image:
+        return open_rgb(self.folder / self.files[item], self.where(item))
+
+    def _form(self) -> object:
+        """What was made of the files."""
+        return self.shape
+
+    def _digest(self) -> str:
+        """Over the form, each file's name and size, and the annotations."""
+        digest = hashlib.sha256(repr(self._form()).encode())
+        for name in self.files:
+            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
+        update_with_annotations(digest, self.caption_counts if self.labels is None else self.labels, self.captions)
+        return digest.hexdigest()

@@ -49,9 +49,8 @@ class Trainer:
     """Everything a run holds, on one rank."""
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
-        self.ranks = PartialState(
-            cpu=not torch.cuda.is_available()
-        )  # without this, ranks on CPUs do not find each other
+        # without the flag, ranks on CPUs do not find each other
+        self.ranks = PartialState(cpu=not torch.cuda.is_available())
         self.device = self.ranks.device
         self.config = config.checked(self.ranks.num_processes, self.device.type == "cuda")
         self.folder = Path(folder)
