@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from scalelong.skips.detect import detect
 from scalelong.skips.sites import Argument, ChannelSlice, Fused, LongSkip
 from tests.families import FAMILIES, Family, build
 from tests.packages import Packaged, monai_networks, tried
-from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, GatedBranch, StandIn, TutorialUNet, image, randn
+from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, StandIn, image, randn
 from tests.without_skips import WITHOUT_SKIPS
 
 
@@ -93,113 +91,6 @@ def test_segmentation_networks_of_monai(packaged: Packaged) -> None:
     assert packaged.refusal in row.get("said", "")
     assert row.get("worst", 0.0) < 1e-6
     assert row.get("effect", 1.0) > 1e-4
-
-
-class TestNothingIsChanged:
-    """One look at a model leaves the model, its modes and buffers, and all random states as they were."""
-
-    def test_modes_buffers_hooks_and_random_states(self) -> None:
-        model = TutorialUNet().train()
-        model.down2.eval()
-        modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-        scalelong.find_skips(model, *image())
-        assert [m.training for m in model.modules()] == modes
-        assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert random.getstate() == states[1]
-        assert np.array_equal(np.random.get_state()[1], states[2])
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-        assert all(p.grad is None for p in model.parameters())
-
-    def test_a_model_that_draws_noise_and_counts_its_calls(self) -> None:
-        class Noisy(TutorialUNet):
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("calls", torch.zeros(()))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.calls += 1
-                random.random()
-                return super().forward(x + torch.randn_like(x) * np.random.rand())
-
-        model, states = Noisy(), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
-        scalelong.apply(model, "cs", example=image())
-        assert model.calls == 0
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert random.getstate() == states[1]
-        assert np.array_equal(np.random.get_state()[1], states[2])
-
-    def test_the_same_skips_are_found_every_time(self) -> None:
-        model = TutorialUNet()
-        assert scalelong.find_skips(model, *image()) == scalelong.find_skips(model, *image())
-
-    def test_a_scaled_model_shows_the_same_skips(self) -> None:
-        model = TutorialUNet()
-        before = scalelong.find_skips(model, *image())
-        scalelong.apply(model, "universal", kappa=0.5, example=image())
-        assert scalelong.find_skips(model, *image()) == before
-
-
-class TestBadInput:
-    def test_the_models_own_error_is_shown_under_ours(self) -> None:
-        model = TutorialUNet()
-        with pytest.raises(
-            ValueError, match=r"example: the forward of TutorialUNet fails on it \(RuntimeError"
-        ) as caught:
-            scalelong.apply(model, "cs", example=randn(2, 4, 8, 8))
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-
-    def test_no_example_for_an_unknown_class(self) -> None:
-        with pytest.raises(ValueError, match=r"no example input.*example=\(x, t\)"):
-            scalelong.apply(TutorialUNet(), "cs")
-
-    def test_an_example_of_the_wrong_sort(self) -> None:
-        with pytest.raises(TypeError, match=r"example: must be a tensor.*got int"):
-            scalelong.apply(TutorialUNet(), "cs", example=3)
-
-    def test_an_output_that_does_not_depend_on_the_example(self) -> None:
-        class Deaf(TutorialUNet):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.zeros(2, 3)
-
-        with pytest.raises(ValueError, match="does not depend on it"):
-            scalelong.find_skips(Deaf(), *image())
-
-    def test_a_sequence_of_layers_would_run_the_gates_as_a_layer(self) -> None:
-        with pytest.raises(TypeError, match="make it an attribute of a module"):
-            scalelong.apply(nn.Sequential(TutorialUNet()), "cs", example=image())
-
-    def test_another_path_than_the_examples_is_refused_when_it_is_taken(self) -> None:
-        class Careless(GatedBranch):
-            """On bright images the wide layers get the hidden state twice as wide, and no skip."""
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                if x.mean() > 1:
-                    return self.wide[0](self.first(x))
-                return super().forward(x)
-
-        model = Careless()
-        scalelong.apply(model, "cs", kappa=0.5, example=image())
-        with pytest.raises(ValueError, match="handed 8 channels, not the 16 that hold the skip"):
-            model(image()[0] + 5)
-
-    def test_a_branch_without_skips_is_left_alone(self) -> None:
-        model = GatedBranch()
-        bright = image()[0] + 5
-        before = model(bright)
-        scalelong.apply(model, "cs", kappa=0.5, example=image())
-        assert torch.equal(model(bright), before)
-
-
-@pytest.mark.parametrize(
-    "example",
-    [image()[0], image(), list(image()), {"x": image()[0]}, (image(), {}), ((), {"x": image()[0]})],
-    ids=["tensor", "tuple", "list", "dict", "args and none", "none and kwargs"],
-)
-def test_an_example_may_be_given_in_several_ways(example) -> None:
-    assert len(scalelong.apply(TutorialUNet(), "cs", example=example).skips) == 3
 
 
 def test_kappa_one_is_bit_equal_and_remove_restores_a_detected_model() -> None:
