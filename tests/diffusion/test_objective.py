@@ -5,7 +5,6 @@ from scalelong.diffusion import DDPM, EDM, VPSDE, Cosine, Objective, draw_time_a
 from scalelong.random import normal, uniform
 from tests.diffusion.gaussian_oracle import COVARIANCE, MEAN, SHAPE, VARIANCES, BestNetwork, cubature, flat, image
 
-torch.set_num_threads(1)
 OBJECTIVES = [Objective(process, p) for process in (VPSDE(), Cosine(), DDPM()) for p in ("noise", "x0", "v")]
 OBJECTIVES += [Objective(EDM()), Objective(EDM(sigma_data=0.8))]
 TIMES = {"vp": [0.01, 0.2, 0.5, 0.9], "cosine": [0.01, 0.3, 0.9], "ddpm": [3, 200, 700], "edm": [0.01, 0.3, 2.0, 60.0]}

@@ -7,7 +7,6 @@ from diffusers import DDPMScheduler
 
 from scalelong.diffusion import DDPM, EDM, PROCESSES, VPSDE, Cosine, get_process
 
-torch.set_num_threads(1)
 PRESERVING = [VPSDE(), VPSDE(0.5, 12.0), Cosine(), DDPM(), DDPM(num_steps=100, beta_end=0.1)]
 CONTINUOUS = [VPSDE(), VPSDE(0.5, 12.0), Cosine(), Cosine(offset=0.1)]
 

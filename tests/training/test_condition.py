@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -19,7 +20,7 @@ from scalelong.training.presets import EXPECTED
 from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Stepper
 from tests.data.encoders import make_bert
-from tests.training.tiny import newest, tiny
+from tests.training.tiny import assert_same_run, newest, tiny
 
 CPU = torch.device("cpu")
 CAPTIONS = ["red apple", "green flag", "a face", "a red flag"]
@@ -232,9 +233,10 @@ def test_a_conditional_run_remembers_its_classes(tmp_path) -> None:
     assert state["condition"]["num_classes"] == 10
 
 
-def test_another_encoder_under_the_same_name_does_not_go_on(tmp_path) -> None:
-    """The features were made again with other weights; the network would not notice, the run does."""
-    config = tiny(
+@pytest.fixture
+def emoji_run(tmp_path) -> RunConfig:
+    """On real captions, whose features are made by a small encoder."""
+    return tiny(
         data_name="emoji32",
         data_split="unseen",
         data_root=str(tmp_path / "cache"),
@@ -242,9 +244,21 @@ def test_another_encoder_under_the_same_name_does_not_go_on(tmp_path) -> None:
         condition_kind="text",
         condition_encoder=str(make_bert(tmp_path / "bert")),
         condition_max_tokens=4,
-        training_steps=4,
+        condition_drop=0.3,
+        training_steps=8,
     )
-    folder = train(config, tmp_path / "run")
+
+
+def test_a_text_run_goes_on_to_the_bits_of_one_never_stopped(emoji_run, tmp_path) -> None:
+    whole = train(emoji_run, tmp_path / "whole")
+    half = dataclasses.replace(emoji_run, training=dataclasses.replace(emoji_run.training, steps=4))
+    train(half, tmp_path / "parts")
+    assert_same_run(whole, train(emoji_run, tmp_path / "parts"))
+
+
+def test_another_encoder_under_the_same_name_does_not_go_on(emoji_run, tmp_path) -> None:
+    """The features were made again with other weights; the network would not notice, the run does."""
+    folder = train(emoji_run, tmp_path / "run")
     make_bert(tmp_path / "bert", seed=1)
     with pytest.raises(CheckpointError, match="another text encoder"):
-        train(config, folder)
+        train(emoji_run, folder)

@@ -18,20 +18,7 @@ from safetensors.torch import load_file
 from scalelong.training import NonFiniteError, Trainer, load_run, read_events, train
 from scalelong.training.checkpoint import CheckpointError
 from scalelong.training.config import RunConfig
-from tests.training.tiny import losses, newest, tiny
-
-
-def assert_same_run(one, other) -> None:
-    """Equal loss sequences and bit-equal weights, average and optimizer at the end."""
-    assert losses(one) == losses(other)
-    assert_same_weights(one, other)
-
-
-def assert_same_weights(one, other) -> None:
-    for name in ("model", "ema", "optimizer"):
-        first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (one, other))
-        assert first.keys() == second.keys()
-        assert all(torch.equal(value, second[key]) for key, value in first.items()), name
+from tests.training.tiny import assert_same_run, assert_same_weights, losses, newest, tiny
 
 
 class Poison:

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from scalelong.training import to_yaml
-from tests.training.test_loop import assert_same_run
-from tests.training.tiny import losses, newest, tiny
+from tests.training.tiny import assert_same_run, losses, newest, tiny
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""A run that takes a second."""
+"""A run that takes a second, and when two runs are the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from scalelong.training import RunConfig
 from scalelong.training.config import (
@@ -46,3 +49,16 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 def newest(folder: Path) -> Path:
     return sorted((folder / "checkpoints").iterdir())[-1]
+
+
+def assert_same_run(one, other) -> None:
+    """Equal loss sequences and bit-equal weights, average and optimizer at the end."""
+    assert losses(one) == losses(other)
+    assert_same_weights(one, other)
+
+
+def assert_same_weights(one, other) -> None:
+    for name in ("model", "ema", "optimizer"):
+        first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (one, other))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[key]) for key, value in first.items()), name
