@@ -43,7 +43,7 @@ $(PACKAGES): tests/packages.txt $(STAMP)
 	touch $@
 
 test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 -m slow --durations 10
 
 clean:           ## remove what make made
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache
