@@ -13,7 +13,7 @@ innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
 A `Scaling` gives the coefficient of a skip apart from applying it, so that a consumer can fuse the two. What others do to
 skips stands in `peers`, the names and options of all methods in `methods`.
 
-Shapes: B batch, T tokens, C channels, N the gated size (T or C). A skip is (B, T, C) or (B, C, *spatial).
+Shapes: B batch, T tokens, C channels, N the gated size (T or C). A skip is (B, T, C), (T, B, C) or (B, C, *spatial).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class SkipSize:
     channels: int
     tokens: int | None = None  # known and fixed only for transformers
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
+    batch_dim: int = 0  # 1: (T, B, C)
     main: int | None = None  # channels of what the skip is joined with; known where a method asks for it
     stage: int | None = None  # 1 = the lowest resolution of the decoder; known where a method asks for it
 
@@ -152,20 +153,26 @@ class LearnedScaling(Scaling):
         self.register_buffer("last_mean", torch.full((len(sizes),), math.nan), persistent=False)
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
-        channel_dim = skip.ndim - 1 if self.sizes[index - 1].channels_last else 1
-        kept = 1 if self.axis == "tokens" else channel_dim
+        batch, channel_dim = (
+            self.sizes[index - 1].batch_dim,
+            skip.ndim - 1 if self.sizes[index - 1].channels_last else 1,
+        )
+        kept = 1 - batch if self.axis == "tokens" else channel_dim
         self._check_tokens(index, skip)
-        averaged = [d for d in range(1, skip.ndim) if d != kept]
-        pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N)
-        gated: Tensor = self.gates[self.gate_of[index - 1]](pooled).to(skip.dtype)
+        averaged = [d for d in range(skip.ndim) if d not in (batch, kept)]
+        pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
+        turned = kept < batch
+        gated: Tensor = self.gates[self.gate_of[index - 1]](pooled.t() if turned else pooled).to(skip.dtype)
         self.last_mean[index - 1] = gated.detach().mean()
-        return gated.view([skip.shape[d] if d in (0, kept) else 1 for d in range(skip.ndim)])
+        shape = [skip.shape[d] if d in (batch, kept) else 1 for d in range(skip.ndim)]
+        return (gated.t() if turned else gated).reshape(shape)
 
     def _check_tokens(self, index: int, skip: Tensor) -> None:
-        expected = self.sizes[index - 1].tokens
-        if self.axis == "tokens" and skip.shape[1] != expected:
+        size = self.sizes[index - 1]
+        found = skip.shape[1 - size.batch_dim]
+        if self.axis == "tokens" and found != size.tokens:
             raise ValueError(
-                f"scaling.axis: the gates of 'ls' were made for {expected} tokens, skip {index} has {skip.shape[1]}; "
+                f"scaling.axis: the gates of 'ls' were made for {size.tokens} tokens, skip {index} has {found}; "
                 "pass axis='channels' to serve several resolutions"
             )
 

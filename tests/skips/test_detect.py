@@ -17,7 +17,7 @@ from scalelong.skips.detect import detect
 from scalelong.skips.sites import Argument, ChannelSlice, Fused, LongSkip
 from tests.families import FAMILIES, Family, build
 from tests.packages import Packaged, monai_networks, tried
-from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, StandIn, image, randn
+from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, SkipEncoder, StandIn, image, randn
 from tests.without_skips import WITHOUT_SKIPS
 
 
@@ -142,6 +142,27 @@ def test_gates_fit_the_sizes_found(stand_in: StandIn) -> None:
     model(*stand_in.inputs()).square().mean().backward()
     assert all(0 < kappa < 1 for kappa in scalelong.coefficients(model))
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.scalelong.parameters())
+
+
+@pytest.mark.parametrize("axis", ["tokens", "channels"])
+@pytest.mark.parametrize("timed", [False, True])
+def test_gates_look_at_one_image_alone_where_tokens_come_first(axis: str, timed: bool) -> None:
+    class TokensIn(SkipEncoder):
+        """Its input has the tokens first, too, and only the times tell how many images there are."""
+
+        def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.permute(1, 2, 0).unflatten(-1, (4, 4)) + time[:, None, None, None])
+
+    model = (TokensIn if timed else SkipEncoder)(batch_first=False).eval()
+    example = (randn(16, 2, 3), torch.ones(2)) if timed else (randn(2, 3, 4, 4),)
+    handle = scalelong.apply(model, "ls", axis=axis, example=example)
+    assert {(skip.size.tokens, skip.size.batch_dim) for skip in handle.skips} == {(16, 1)}
+    one = [part[:, :1] if part.ndim == 3 else part[:1] for part in example]
+    three = [
+        torch.cat([first, randn(*part.shape)], dim=int(part.ndim == 3))
+        for first, part in zip(one, example, strict=True)
+    ]
+    torch.testing.assert_close(model(*three)[:1], model(*one), rtol=1e-5, atol=1e-6)
 
 
 def test_a_skip_by_position_is_an_argument() -> None:

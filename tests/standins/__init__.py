@@ -13,7 +13,7 @@ from tests.standins.negative import (
     plain_cnn,
     resnet,
 )
-from tests.standins.tokens import HDiTStyle, TokenUViT
+from tests.standins.tokens import HDiTStyle, SkipEncoder, TokenUViT
 from tests.standins.tricky import (
     BranchedSkips,
     Draining,
@@ -48,6 +48,8 @@ FOUND = [
     StandIn("additive in blocks", AdditiveUNet, image, 3),
     StandIn("HDiT style", HDiTStyle, image, 2),
     StandIn("token U-ViT", TokenUViT, image_and_time, 3),
+    StandIn("skip encoder", SkipEncoder, image, 2),
+    StandIn("skip encoder, tokens first", lambda: SkipEncoder(batch_first=False), image, 2),
     StandIn("shared parts", SharedParts, image, 3),
     StandIn("data-dependent branch", GatedBranch, image, 2),
 ]
@@ -70,7 +72,7 @@ NEGATIVE = [
     StandIn("ResNet", resnet, image, 0, NONE),
     StandIn("ResNet of one block", lambda: resnet(1), image, 0, NONE),
     StandIn("inline ResNet", InlineResNet, image, 0, NONE),
-    StandIn("DenseNet", DenseNet, image, 0, NONE),
+    StandIn("DenseNet", DenseNet, image, 0, f"{NONE}.*several at once, as in "),
     StandIn("DenseNet of one block", lambda: DenseNet(1, 2), image, 0, NONE),
     StandIn("growing DenseNet", GrowingDenseNet, image, 0, NONE),
     StandIn("ViT", ViT, image, 0, NONE),

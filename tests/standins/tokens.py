@@ -94,4 +94,25 @@ class TokenUViT(nn.Module):
         return self.head(x[:, 1:])
 
 
-# ------------------------------------------------------------------------------------------- what can go wrong, or looks it
+class SkipEncoder(nn.Module):
+    """torch's own transformer layers, the tokens turned by `.mT`; without gradients they run as one fused function."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first) for _ in range(5)]
+        self.embed, self.layers, self.head = nn.Linear(3, 16), nn.ModuleList(layers), nn.Linear(16, 3)
+        self.joins = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, kept = self._turned(self.embed(x.flatten(2).mT)), []
+        for layer in self.layers[:2]:
+            tokens = layer(tokens)
+            kept.append(tokens)
+        tokens = self.layers[2](tokens)
+        for layer, join in zip(self.layers[3:], self.joins, strict=True):
+            tokens = layer(join(torch.cat([tokens, kept.pop()], dim=-1)))
+        return self.head(self._turned(tokens)).mT.unflatten(-1, x.shape[2:])
+
+    def _turned(self, tokens: Tensor) -> Tensor:
+        return tokens if self.batch_first else tokens.transpose(0, 1)

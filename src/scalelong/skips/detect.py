@@ -10,7 +10,7 @@ from scalelong.scaling import SkipSize
 from scalelong.skips.grip import grip
 from scalelong.skips.loops import Loop, NoLongSkipsError, long_loops
 from scalelong.skips.sites import Call, LongSkip
-from scalelong.skips.trace import ModuleCall, Trace, trace
+from scalelong.skips.trace import INPUT, ModuleCall, Trace, trace
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,17 @@ def _size(trace: Trace, loop: Loop, node: int) -> SkipSize:
     """Channels first or last, as the join says where it concatenates, else as the layers around the skip have it."""
     shape = trace.nodes[node].shape
     last = _channels_last(trace, loop, len(shape))
-    tokens = shape[1] if last and len(shape) == 3 else None
-    return SkipSize(shape[-1] if last else shape[1], tokens, channels_last=last)
+    if not last or len(shape) != 3:
+        return SkipSize(shape[-1] if last else shape[1], channels_last=last)
+    batch_dim = int(shape[0] != shape[1] == _batch(trace))
+    return SkipSize(shape[-1], shape[1 - batch_dim], channels_last=True, batch_dim=batch_dim)
+
+
+def _batch(trace: Trace) -> int:
+    """As many as there are times or labels in the example; without any, its first dimension."""
+    shapes = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
+    one_each = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1]
+    return one_each[0] if one_each else shapes[0][0]
 
 
 def _channels_last(trace: Trace, loop: Loop, ndim: int) -> bool:

@@ -17,11 +17,15 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "addmm"), "add"),
     **dict.fromkeys(("lerp", "lerp_"), "lerp"),
 }
+TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 def name_of(func: Any) -> str:
-    """The plain name of a torch function or tensor method."""
-    return str(getattr(func, "__name__", func))
+    """The plain name of a torch function, of a tensor method, or of a property that is a tensor; "__get__" of others."""
+    name = str(getattr(func, "__name__", func))
+    if name == "__get__" and func.__self__.__name__ in TENSOR_PROPERTIES:
+        return str(func.__self__.__name__)
+    return name
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,9 @@ def long_loops(trace: Trace) -> list[Loop]:
     nests = [_nest_of(trace, group) for group in groups.values()]
     longest = max((len(nest.loops) for nest in nests), default=0)
     if longest == 0:
-        raise NoLongSkipsError("it has no long skip connections: nothing is joined again but within one block")
+        crowded = next((n.index for n in trace.nodes if n.join and len(list(_loops_of(trace, n))) > 1), None)
+        detail = "" if crowded is None else f", or several at once, as in {_place(trace, crowded)}"
+        raise NoLongSkipsError(f"it has no long skip connections: nothing is joined again but within one block{detail}")
     tied = [nest for nest in nests if len(nest.loops) == longest]
     clean = [nest for nest in tied if nest.trouble is None]
     if not clean:

@@ -19,6 +19,8 @@ from scalelong.skips.example import on_device_of, run_example, tensors_in, undis
 from scalelong.skips.joins import KINDS, CountingMode, JoinCall, Kind, Which
 from scalelong.skips.sites import Argument, Call, Item
 
+INPUT = "input"  # the name of a node that no function made
+
 ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
     *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "sub", "sub_", "__sub__", "__rsub__", "div", "div_"),
     *("__truediv__", "addcmul", "addcmul_", "where", "layer_norm", "group_norm", "batch_norm", "rms_norm"),
@@ -232,7 +234,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
     recorder = _Recorder(model)
     for tensor in tensors_in([args, kwargs]):
         if tensor not in recorder.node_of:
-            recorder.add(tensor, [], "input")
+            recorder.add(tensor, [], INPUT)
     handles = []
     with undisturbed(model), torch.no_grad():
         try:
