@@ -119,3 +119,22 @@ class TestBadInput:
 )
 def test_an_example_may_be_given_in_several_ways(example) -> None:
     assert len(scalelong.apply(TutorialUNet(), "cs", example=example).skips) == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="older torch compiles while we look")
+def test_a_model_of_compiled_blocks_is_looked_at_as_it_was_written() -> None:
+    plain = TutorialUNet().eval()
+    model = copy.deepcopy(plain)
+    for name in ("down1", "down2", "up1"):
+        setattr(model, name, torch.compile(getattr(model, name), backend="aot_eager"))
+    torch.testing.assert_close(model(*image()), plain(*image()), rtol=1e-5, atol=1e-6)  # compiled before it is scaled
+    for each in (plain, model):
+        assert len(scalelong.apply(each, "cs", kappa=0.5, example=image()).skips) == 3
+    torch.testing.assert_close(model(*image()), plain(*image()), rtol=1e-5, atol=1e-6)
+
+
+def test_scripted_parts_are_named_as_what_hides_the_skips() -> None:
+    model = TutorialUNet()
+    model.down1 = torch.jit.script(model.down1)
+    with pytest.raises(ValueError, match="scripted parts, which cannot be looked into: script it after scaling"):
+        scalelong.apply(model, "cs", example=image())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -74,15 +74,21 @@ def on_device_of(model: nn.Module, call: Call) -> Call:
 
 
 def run_example(model: nn.Module, call: Call) -> Any:
-    """model(*args, **kwargs); its own error is chained under one that names the example."""
+    """model(*args, **kwargs), compiled parts run as they were written; its own error is chained under one of ours."""
     args, kwargs = call
     try:
-        return model(*args, **kwargs)
+        with _uncompiled():
+            return model(*args, **kwargs)
     except Exception as error:
         raise ValueError(
             f"example: the forward of {type(model).__name__} fails on it ({type(error).__name__}: {error}); "
             "give the arguments you would call the model with"
         ) from error
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
+    return set_stance("force_eager") if set_stance else nullcontext()
 
 
 @contextmanager

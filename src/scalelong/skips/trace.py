@@ -239,8 +239,8 @@ def trace(model: nn.Module, call: Call) -> Trace:
     with undisturbed(model), torch.no_grad():
         try:
             for module in model.modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
+                if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+                    continue  # the compiled module inside is the one that hooks can be put on
                 handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
             with recorder:
@@ -249,5 +249,8 @@ def trace(model: nn.Module, call: Call) -> Trace:
             for handle in handles:
                 handle.remove()
     if not any(tensor in recorder.node_of for tensor in tensors_in(result)):
-        raise ValueError(f"example: the output of {type(model).__name__} does not depend on it; nothing can be traced")
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        hint = " (it has scripted parts, which cannot be looked into: script it after scaling)" if scripted else ""
+        name = type(model).__name__
+        raise ValueError(f"example: the output of {name} does not depend on it{hint}; nothing can be traced")
     return Trace(recorder.nodes, recorder.calls)
