@@ -48,6 +48,9 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     [
         (["train"], "preset: say which to train, one of digits-demo"),
         (["train", "digit-demo"], "did you mean 'digits-demo'?"),
+        (["train", "x"], "preset: unknown 'x'. Known: digits-demo"),
+        (["train", "digits-demo", "--config", "nope.yaml"], "config: nope.yaml cannot be read (No such file"),
+        (["train", "digits-demo", "--scaling.kappa", "1.7", "--dry-run"], "scaling.kappa: must be in (0, 1], got 1.7"),
         (["train", "digits-demo", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
         (["train", "digits-demo", "--training.precision", "fp16"], "training.precision: fp16 needs a GPU"),
         (["train", "digits-demo", "--data.name", "digit"], "did you mean 'digits'?"),
@@ -59,10 +62,11 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
 def test_bad_input_is_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 1
-    printed = capsys.readouterr().err
+    out, printed = capsys.readouterr()
     assert printed.startswith("error: ")
     assert message in printed
     assert "Traceback" not in printed
+    assert out == "", "something was told before the error was found"
     assert not list(tmp_path.iterdir()), "something was left behind"
 
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from scalelong.data import DataError, Source, load_source, make_loader
-from scalelong.training import RunConfig
+from scalelong.training import RunConfig, to_yaml
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.presets import EXPECTED
@@ -17,9 +17,9 @@ from scalelong.training.step import Stepper
 
 
 def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
-    """Time two small steps and scale them up; the figure is an order of magnitude, not a promise."""
+    """The settings, and two small steps timed and scaled up: an order of magnitude, not a promise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config.checked(on_gpu=device.type == "cuda")
+    print(to_yaml(config.checked(on_gpu=device.type == "cuda")))
     data = config.data
     try:
         source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)

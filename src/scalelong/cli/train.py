@@ -18,7 +18,7 @@ from scalelong.data.order import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.evaluation.run import EvaluationObserver, Protocol, get_extractor
 from scalelong.stability import OscillationProbe
-from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset, to_yaml
+from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ def main(arguments: list[str]) -> None:
     command = parse(arguments)
     settings = command.settings
     if command.dry_run:
-        print(to_yaml(settings))
         print_estimate(settings)
         return
     default = f"runs/{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"

@@ -144,6 +144,6 @@ def get_preset(name: str) -> RunConfig:
     """A preset by name; the nearest name is suggested for an unknown one."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"preset: unknown {name!r}{hint} Known: {', '.join(PRESETS)}")
     return PRESETS[name]

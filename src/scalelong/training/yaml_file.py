@@ -28,6 +28,8 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
     """The settings of a YAML file over those of `base`; an unknown key or a wrong type is refused by name."""
     try:
         content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: is not YAML: {error}") from None
     return merged(base or RunConfig(), content or {}, str(path))
