@@ -19,6 +19,7 @@ from tests.standins.tricky import (
     Draining,
     GatedBranch,
     PlusPlus,
+    RootShortcut,
     SharedDecoder,
     SharedParts,
     Twice,
@@ -51,6 +52,8 @@ FOUND = [
     StandIn("skip encoder", SkipEncoder, image, 2),
     StandIn("skip encoder, tokens first", lambda: SkipEncoder(batch_first=False), image, 2),
     StandIn("shared parts", SharedParts, image, 3),
+    StandIn("shortcuts in the root", RootShortcut, image, 3),
+    StandIn("draining blocks", Draining, image, 2),
     StandIn("data-dependent branch", GatedBranch, image, 2),
 ]
 
@@ -62,7 +65,13 @@ REFUSED = [
     StandIn("shared decoder", SharedDecoder, image, None, "called 2 times in one forward"),
     StandIn("UNet called twice", Twice, image, None, "does not fit in"),
     StandIn("two UNets in a row", TwoInARow, image, None, "does not fit in"),
-    StandIn("draining blocks", Draining, image, None, "takes its skips out of the list"),
+    StandIn(
+        "draining blocks without modules",
+        lambda: Draining(functional=True),
+        image,
+        None,
+        "takes its skips out of the list",
+    ),
     StandIn("skips with blocks of their own", BranchedSkips, image, None, "not all skips would be scaled"),
     StandIn("UNet++ style", PlusPlus, image, None, "joined more than once"),
 ]

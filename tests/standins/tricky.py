@@ -58,6 +58,28 @@ class SharedParts(nn.Module):
         return self.out(x)
 
 
+class RootShortcut(nn.Module):
+    """What was joined goes to a block and to its shortcut, both called by the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1)
+        self.down, self.mid = nn.ModuleList(Up(8) for _ in range(3)), Up(8)
+        blocks = [nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3, padding=1)) for _ in range(3)]
+        self.up, self.shortcut = nn.ModuleList(blocks), nn.ModuleList(nn.Conv2d(16, 8, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        x = self.mid(x)
+        for block, shortcut in zip(self.up, self.shortcut, strict=True):
+            joined = torch.cat([x, kept.pop()], dim=1)
+            x = block(joined) + shortcut(joined)
+        return self.out(x)
+
+
 class Twice(nn.Module):
     """A whole UNet called twice in one forward, the second time on its own first estimate."""
 
@@ -81,22 +103,25 @@ class TwoInARow(nn.Module):
 
 
 class Draining(nn.Module):
-    """Decoder blocks pop their skip out of the list that they share with the root."""
+    """Decoder blocks pop their skip out of the list that they share with the root; functional: no module gets the join."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, functional: bool) -> None:
             super().__init__()
             self.conv, self.short = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(16, 8, 1)
+            self.functional = functional
 
         def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
             x = torch.cat([x, kept.pop()], dim=1)
+            if self.functional:
+                return F.silu(F.conv2d(x, self.conv.weight, padding=1)) + F.conv2d(x, self.short.weight)
             return F.silu(self.conv(x)) + self.short(x)
 
-    def __init__(self) -> None:
+    def __init__(self, functional: bool = False) -> None:
         super().__init__()
         self.first, self.out, self.mid = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1), Up(8)
         self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(2))
-        self.up = nn.ModuleList(self.Block() for _ in range(2))
+        self.up = nn.ModuleList(self.Block(functional) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x, kept = self.first(x), []

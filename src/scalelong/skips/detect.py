@@ -27,12 +27,12 @@ class Detection:
 
     def _skip(self, index: int, loop: Loop) -> LongSkip:
         try:
-            call, take, node = grip(self.trace, loop)
+            held = grip(self.trace, loop)
         except NoLongSkipsError as error:
             raise NoLongSkipsError(f"model: this {self.model} cannot be scaled: {error}") from None
-        size = _size(self.trace, loop, node)
-        made_in = _maker(self.trace, loop.source)
-        return LongSkip(index, made_in, _user(self.trace, loop, call), size, "unknown", call.name, take)
+        size = _size(self.trace, loop, held.node)
+        made_in, used_in = _maker(self.trace, loop.source), _user(self.trace, loop, held.call)
+        return LongSkip(index, made_in, used_in, size, "unknown", held.call.name, held.take, held.also)
 
 
 def detect(model: nn.Module, call: Call) -> Detection:

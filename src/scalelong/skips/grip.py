@@ -1,13 +1,14 @@
 """Where to take hold of a long skip: the module call whose arguments hold it, so that nothing else is touched.
 
 Either the join is inside a module that was handed the skip (an argument, or an item of one), or the joined tensor is handed
-to a module whole, and the skip is a slice of its channels. Every other place would scale more than the skip.
+to a module whole, or to several (a block and its shortcut), and the skip is a slice of its channels. Every other place would
+scale more than the skip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from scalelong.skips.loops import Loop, NoLongSkipsError
 from scalelong.skips.sites import Argument, ChannelSlice, Take
@@ -29,13 +30,23 @@ LAYOUT = frozenset(
 )
 
 
-def grip(trace: Trace, loop: Loop) -> tuple[ModuleCall, Take, int]:
+@dataclass(frozen=True)
+class Grip:
     """The call to take hold of, where in it the skip stands, and the node that stands there."""
+
+    call: ModuleCall
+    take: Take
+    node: int
+    also: tuple[tuple[str, Take], ...] = ()  # further modules that are handed the same joined tensor
+
+
+def grip(trace: Trace, loop: Loop) -> Grip:
+    """Where to take hold of a skip; `NoLongSkipsError` says why it cannot be done."""
     reasons: list[str] = []
-    for call, take, node in (*_as_argument(trace, loop, reasons), *_as_slice(trace, loop, reasons)):
-        if all(_held_alike(trace, other, call, take) for other in loop.again):
-            return call, take, node
-        reasons.append(f"{call.name} is called several times, not always with this skip")
+    for found in (*_as_argument(trace, loop, reasons), *_as_slice(trace, loop, reasons)):
+        if all(_held_alike(trace, other, found) for other in loop.again):
+            return found
+        reasons.append(f"{found.call.name} is called several times, not always with this skip")
     join, made = trace.nodes[loop.join], trace.nodes[loop.source]
     frame = _name(trace, join.call)
     detail = "; ".join(dict.fromkeys(reasons)) or "no module is handed the skip by itself"
@@ -45,13 +56,13 @@ def grip(trace: Trace, loop: Loop) -> tuple[ModuleCall, Take, int]:
     )
 
 
-def _held_alike(trace: Trace, loop: Loop, call: ModuleCall, take: Take) -> bool:
+def _held_alike(trace: Trace, loop: Loop, last: Grip) -> bool:
     """Whether an earlier call of the same module stands in the same way to an earlier join of the same skip."""
-    found = next(_as_argument(trace, replace(loop, again=(loop,) * (_calls(trace, call) - 1)), []), None)
-    return found is not None and found[0].module is call.module and found[1] == take
+    found = next(_as_argument(trace, replace(loop, again=(loop,) * (_calls(trace, last.call) - 1)), []), None)
+    return found is not None and found.call.module is last.call.module and found.take == last.take
 
 
-def _as_argument(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[tuple[ModuleCall, Take, int]]:
+def _as_argument(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[Grip]:
     """The innermost call around the join that was handed the skip."""
     for index in reversed(trace.stack(loop.join)):
         call = trace.calls[index]
@@ -65,7 +76,7 @@ def _as_argument(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[tuple
             if trouble is None and sum(other == node for _, other in call.given) > 1:
                 trouble = f"{call.name} is handed the same tensor twice"
             if trouble is None:
-                yield call, spot, node
+                yield Grip(call, spot, node)
                 return
             reasons.append(trouble)
 
@@ -86,24 +97,29 @@ def _trouble_inside(trace: Trace, loop: Loop, call: ModuleCall, node: int) -> st
     return None
 
 
-def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[tuple[ModuleCall, Take, int]]:
-    """The first call after the join that is handed all that was joined, and alone uses it."""
+def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[Grip]:
+    """The first call after the join that is handed all that was joined, and alone uses it; else the calls that share it."""
     join = trace.nodes[loop.join].join
     if join is None or join.kind != "cat" or join.dim is None:
         return
+    start, size = sum(join.sizes[: loop.position]), join.sizes[loop.position]
     node = loop.join
     while True:
-        for call in trace.calls:
-            if call.start <= node or node not in [given for _, given in call.given]:
-                continue
-            trouble = _trouble_of_slice(trace, call, node)
+        handed = [call for call in trace.calls if call.start > node and node in [given for _, given in call.given]]
+        outer = [call for call in handed if not any(call.parent == other.index for other in handed)]
+        for calls in [[call] for call in handed] + [outer] * (len(outer) > 1):
+            trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
-                spot = next(spot for spot, given in call.given if given == node)
-                if isinstance(spot, Argument):
-                    start, size = sum(join.sizes[: loop.position]), join.sizes[loop.position]
-                    yield call, ChannelSlice(spot, start, size, join.dim, sum(join.sizes)), loop.operand
+                spots = [next(spot for spot, given in call.given if given == node) for call in calls]
+                takes = [
+                    (call.name, ChannelSlice(spot, start, size, join.dim, sum(join.sizes)))
+                    for call, spot in zip(calls, spots, strict=True)
+                    if isinstance(spot, Argument)
+                ]
+                if takes and len(takes) == len(calls):
+                    yield Grip(calls[0], takes[0][1], loop.operand, tuple(takes[1:]))
                     return
-                trouble = f"{call.name} is handed the joined tensor in a list"
+                trouble = f"{calls[0].name} is handed the joined tensor in a list"
             reasons.append(trouble)
         children = trace.children[node]
         if len(children) != 1 or trace.nodes[children[0]].name not in LINEAR_WITHOUT_WEIGHTS:
@@ -111,21 +127,19 @@ def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[tuple[Mo
         node = children[0]
 
 
-def slice_of_joined(trace: Trace, loop: Loop, reasons: list[str]) -> tuple[ModuleCall, ChannelSlice] | None:
-    """The call that alone is handed all that was joined, and the skip's channels in it."""
-    for call, take, _ in _as_slice(trace, loop, reasons):
-        if isinstance(take, ChannelSlice):
-            return call, take
-    return None
+def slice_of_joined(trace: Trace, loop: Loop, reasons: list[str]) -> Grip | None:
+    """Where to take hold of all that was joined."""
+    return next(_as_slice(trace, loop, reasons), None)
 
 
-def _trouble_of_slice(trace: Trace, call: ModuleCall, node: int) -> str | None:
-    if _calls(trace, call) > 1:
-        return f"{call.name} is called {_calls(trace, call)} times in one forward"
-    if not all(call.holds(child) for child in trace.children[node]):
-        return f"what is joined is used by {call.name} and elsewhere"
-    if sum(given == node for _, given in call.given) > 1:
-        return f"{call.name} is handed the same tensor twice"
+def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> str | None:
+    for call in calls:
+        if _calls(trace, call) > 1:
+            return f"{call.name} is called {_calls(trace, call)} times in one forward"
+        if sum(given == node for _, given in call.given) > 1:
+            return f"{call.name} is handed the same tensor twice"
+    if not all(any(call.holds(child) for call in calls) for child in trace.children[node]):
+        return f"what is joined is used by {' and '.join(call.name for call in calls)} and elsewhere"
     return None
 
 

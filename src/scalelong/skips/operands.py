@@ -69,8 +69,7 @@ def _held(found: Detection, loop: Loop, skip: LongSkip, method: str) -> LongSkip
     if held is None:
         detail = "; ".join(reasons) or "no module is handed what was joined"
         raise ValueError(f"{where} cannot be held with what it is joined with: {detail}; choose another method")
-    call, take = held
-    return replace(skip, consumer=call.name, take=take)
+    return replace(skip, consumer=held.call.name, take=held.take, also=held.also)
 
 
 def _resolution(found: Detection, loop: Loop) -> tuple[int, ...] | None:

@@ -136,12 +136,13 @@ class LongSkip:
     reach: Reach  # how much of what follows sees kappa, see docs/families.md
     consumer: str  # the module whose call is taken hold of
     take: Take
+    also: tuple[tuple[str, Take], ...] = ()  # further modules that are handed the same joined tensor
     after_norm: tuple[tuple[str, Take | OutputChannels], ...] = ()  # placement="after_norm": where kappa acts instead
 
     @property
     def places(self) -> tuple[tuple[str, Take | OutputChannels], ...]:
         """The modules that are hooked for this skip, and where in their call."""
-        return self.after_norm or ((self.consumer, self.take),)
+        return self.after_norm or ((self.consumer, self.take), *self.also)
 
 
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:
