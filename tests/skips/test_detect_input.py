@@ -138,3 +138,13 @@ def test_scripted_parts_are_named_as_what_hides_the_skips() -> None:
     model.down1 = torch.jit.script(model.down1)
     with pytest.raises(ValueError, match="scripted parts, which cannot be looked into: script it after scaling"):
         scalelong.apply(model, "cs", example=image())
+
+
+@pytest.mark.parametrize("method", ["cs", "ls"])
+def test_what_is_scaled_in_inference_mode_can_be_trained(method: str) -> None:
+    model = TutorialUNet()
+    with torch.inference_mode():
+        scalelong.apply(model, method, example=image())
+        scalelong.apply(TutorialUNet(), method, example=image())  # made there, too: its buffers count no changes
+    model(*image()).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -19,6 +19,7 @@ from tests.standins.tricky import (
     Draining,
     GatedBranch,
     PlusPlus,
+    ProjectingUp,
     RootShortcut,
     SharedDecoder,
     SharedParts,
@@ -54,6 +55,7 @@ FOUND = [
     StandIn("shared parts", SharedParts, image, 3),
     StandIn("shortcuts in the root", RootShortcut, image, 3),
     StandIn("draining blocks", Draining, image, 2),
+    StandIn("skips projected in blocks", ProjectingUp, image, 3),
     StandIn("data-dependent branch", GatedBranch, image, 2),
 ]
 

@@ -204,3 +204,31 @@ class PlusPlus(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------- networks without long skips
+
+
+class ProjectingUp(nn.Module):
+    """Each decoder block projects its skip before it joins it; around the innermost one there is no more than one layer."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.conv = nn.Conv2d(8, 4, 1), nn.Conv2d(12, 8, 3, padding=1)
+
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            return F.silu(self.conv(torch.cat([x, self.project(skip)], dim=1)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 1)
+        self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(3))
+        self.up = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        x = self.mid(x)
+        for block in self.up:
+            x = block(x, kept.pop())
+        return self.out(x)

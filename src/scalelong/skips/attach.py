@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from scalelong.methods import ScalingConfig
@@ -137,7 +138,8 @@ def apply(
     if config.needs == "operands":
         skips = with_operands(model, skips, call)
     branches = residual_branches(model) if config.needs == "blocks" else []
-    scaling = config.build([skip.size for skip in skips], len(branches))
+    with torch.inference_mode(False):  # gates made in inference mode could never be trained
+        scaling = config.build([skip.size for skip in skips], len(branches))
     if scaling.changes_main:
         skips = holding_both(model, skips, call, method)
     _match(scaling, model)

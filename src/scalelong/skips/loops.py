@@ -89,7 +89,7 @@ def _long_enough(trace: Trace, line: tuple[int, ...], main: int) -> bool:
     weights = _weights(trace, line)
     if trace.depth[line[0]] == 0 or weights > MOST_WEIGHTS_ON_A_SKIP:
         return False  # the network's own input, or a branch rather than a skip
-    return trace.weights_between(line[0], main, at_most=weights + 1) > weights
+    return trace.weights_between(line[0], main, at_most=weights + 1) >= max(weights, 1)
 
 
 def _weights(trace: Trace, line: tuple[int, ...]) -> int:
@@ -148,13 +148,15 @@ def long_loops(trace: Trace) -> list[Loop]:
 
 
 def _unexplained(trace: Trace, nest: Sequence[Loop]) -> int | None:
-    """A join like those of the nest, by a module of the same class and no earlier, that is none of them."""
+    """A join like those of the nest, by a module of the same class, that is none of them; the model itself: no earlier."""
     explained = {each.join for loop in nest for each in (loop, *loop.again)}
     frames = {_frame(trace, join) for join in explained}
-    for node in trace.nodes[min(explained) :]:
+    for node in trace.nodes:
         join = node.join
         if node.index in explained or join is None or join.kind != nest[0].kind or join.kind == "add":
             continue  # adds are everywhere
+        if node.index < min(explained) and len(trace.stack(node.index)) <= 1:
+            continue  # conditions are joined to the input
         operands = [operand for operand in join.operands if operand is not None and trace.depth[operand]]
         if len(operands) > 1 and _frame(trace, node.index) in frames:
             return node.index
