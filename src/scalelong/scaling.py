@@ -153,12 +153,11 @@ class LearnedScaling(Scaling):
         self.register_buffer("last_mean", torch.full((len(sizes),), math.nan), persistent=False)
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
-        batch, channel_dim = (
-            self.sizes[index - 1].batch_dim,
-            skip.ndim - 1 if self.sizes[index - 1].channels_last else 1,
-        )
-        kept = 1 - batch if self.axis == "tokens" else channel_dim
         self._check_tokens(index, skip)
+        size = self.sizes[index - 1]
+        batch = size.batch_dim
+        channel_dim = skip.ndim - 1 if size.channels_last else 1
+        kept = 1 - batch if self.axis == "tokens" else channel_dim
         averaged = [d for d in range(skip.ndim) if d not in (batch, kept)]
         pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
         turned = kept < batch

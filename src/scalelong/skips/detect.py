@@ -74,7 +74,7 @@ def _batch(trace: Trace) -> int:
     """As many as there are times or labels in the example; without any, its first dimension."""
     shapes = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
     one_each = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1]
-    return one_each[0] if one_each else shapes[0][0]
+    return next(iter(one_each), shapes[0][0] if shapes else 0)
 
 
 def _channels_last(trace: Trace, loop: Loop, ndim: int) -> bool:
