@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+
+SMALL_VIDEO: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (8, 16),
+    "cross_attention_dim": 12,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+}
 
 
 def unet2d() -> nn.Module:
@@ -107,14 +117,10 @@ def unet3d() -> nn.Module:
     from diffusers import UNet3DConditionModel
 
     return UNet3DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
+        **SMALL_VIDEO,
         down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
         up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        cross_attention_dim=12,
         attention_head_dim=4,
-        norm_num_groups=4,
-        layers_per_block=1,
     )
 
 
@@ -122,15 +128,11 @@ def i2vgen() -> nn.Module:
     from diffusers import I2VGenXLUNet
 
     return I2VGenXLUNet(
-        sample_size=8,
-        block_out_channels=(8, 16),
+        **SMALL_VIDEO,
         down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
         up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        cross_attention_dim=12,
         attention_head_dim=4,
         num_attention_heads=None,
-        norm_num_groups=4,
-        layers_per_block=1,
     )
 
 
@@ -154,15 +156,11 @@ def motion() -> nn.Module:
     from diffusers import UNetMotionModel
 
     return UNetMotionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
+        **SMALL_VIDEO,
         down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
         up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
-        cross_attention_dim=12,
         num_attention_heads=2,
         motion_num_attention_heads=2,
-        norm_num_groups=4,
-        layers_per_block=1,
     )
 
 

@@ -70,4 +70,5 @@ def test_one_seed_decides_nothing() -> None:
     assert beats(values, lower=True) is None
     assert beats({**values, "none, seed 1": 1.8}, lower=True) is True
     assert beats({**values, "none, seed 1": 1.2}, lower=True) is False
-    assert beats({**values, "none, seed 1": 0.9}, lower=False) is False
+    assert beats({**values, "none, seed 1": 1.2}, lower=False) is False
+    assert beats({"none, seed 0": 1.0, "none, seed 1": 1.2, "ls, seed 0": 1.5}, lower=False) is True

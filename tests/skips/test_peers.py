@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import scalelong
 from scalelong.peers import magnitude_preserving
 from tests.families import FAMILIES, Family, build, output
-from tests.standins import FOUND, TutorialUNet, image
+from tests.standins import FOUND, RootShortcut, TutorialUNet, image
 
 BY_NAME = {family.name: family for family in FAMILIES}
 UNET, SD15, UVIT = BY_NAME["UNet2DModel"], BY_NAME["UNet2DConditionModel SD-1.5"], BY_NAME["UViT"]
@@ -179,6 +179,18 @@ def test_detected_models_take_mp_cat_and_layernorm() -> None:
         before = model(*chosen.inputs())
         scalelong.apply(model, method, example=chosen.inputs())
         assert not torch.allclose(model(*chosen.inputs()), before)
+
+
+def test_mp_cat_reaches_every_module_that_is_handed_what_was_joined() -> None:
+    model, t = RootShortcut().eval(), 0.3
+
+    def by_hand(x: Tensor, skip: Tensor) -> Tensor:
+        both = (16 / ((1 - t) ** 2 + t**2)) ** 0.5 / 8**0.5  # of 8 channels each
+        return torch.cat([both * (1 - t) * x, both * t * skip], dim=1)
+
+    expected = model(*image(), join=by_hand)
+    scalelong.apply(model, "mp_cat", t=t, example=image())
+    torch.testing.assert_close(model(*image()), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

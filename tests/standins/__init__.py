@@ -75,6 +75,9 @@ REFUSED = [
         "takes its skips out of the list",
     ),
     StandIn("skips with blocks of their own", BranchedSkips, image, None, "not all skips would be scaled"),
+    StandIn(
+        "skips projected deeply", lambda: ProjectingUp(layers=2), image, None, "up.0 joins something in the same way"
+    ),
     StandIn("UNet++ style", PlusPlus, image, None, "joined more than once"),
 ]
 

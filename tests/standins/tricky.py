@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,7 +30,27 @@ class SharedDecoder(nn.Module):
         return self.out(x)
 
 
-class SharedParts(nn.Module):
+class PlainU(nn.Module):
+    """As many blocks down as up, each of those up handed its skip."""
+
+    first: nn.Module
+    down: nn.ModuleList
+    mid: nn.Module
+    up: nn.ModuleList
+    out: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        x = self.mid(x)
+        for block in self.up:
+            x = block(x, kept.pop())
+        return self.out(x)
+
+
+class SharedParts(PlainU):
     """Encoder and decoder share their activation, a norm and their inner layers; consumers are modules of their own."""
 
     class Decode(nn.Module):
@@ -46,38 +68,6 @@ class SharedParts(nn.Module):
         self.down = nn.ModuleList(nn.Sequential(shared, nn.GroupNorm(2, 8)) for _ in range(3))
         self.mid = nn.Sequential(shared, nn.Conv2d(8, 8, 1))
         self.up = nn.ModuleList(self.Decode(shared) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, kept = self.first(x), []
-        for block in self.down:
-            x = block(x)
-            kept.append(x)
-        x = self.mid(x)
-        for block in self.up:
-            x = block(x, kept.pop())
-        return self.out(x)
-
-
-class RootShortcut(nn.Module):
-    """What was joined goes to a block and to its shortcut, both called by the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 1)
-        self.down, self.mid = nn.ModuleList(Up(8) for _ in range(3)), Up(8)
-        blocks = [nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3, padding=1)) for _ in range(3)]
-        self.up, self.shortcut = nn.ModuleList(blocks), nn.ModuleList(nn.Conv2d(16, 8, 1) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, kept = self.first(x), []
-        for block in self.down:
-            x = block(x)
-            kept.append(x)
-        x = self.mid(x)
-        for block, shortcut in zip(self.up, self.shortcut, strict=True):
-            joined = torch.cat([x, kept.pop()], dim=1)
-            x = block(joined) + shortcut(joined)
-        return self.out(x)
 
 
 class Twice(nn.Module):
@@ -206,29 +196,43 @@ class PlusPlus(nn.Module):
 # --------------------------------------------------------------------------------------------- networks without long skips
 
 
-class ProjectingUp(nn.Module):
+class ProjectingUp(PlainU):
     """Each decoder block projects its skip before it joins it; around the innermost one there is no more than one layer."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, layers: int) -> None:
             super().__init__()
-            self.project, self.conv = nn.Conv2d(8, 4, 1), nn.Conv2d(12, 8, 3, padding=1)
+            self.project = nn.Sequential(*(nn.Conv2d(8, 8, 1) for _ in range(layers)))
+            self.conv = nn.Conv2d(16, 8, 3, padding=1)
 
         def forward(self, x: Tensor, skip: Tensor) -> Tensor:
             return F.silu(self.conv(torch.cat([x, self.project(skip)], dim=1)))
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.first, self.mid, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 1)
         self.down = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(3))
-        self.up = nn.ModuleList(self.Block() for _ in range(3))
+        self.up = nn.ModuleList(self.Block(layers) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, kept = self.first(x), []
+
+class RootShortcut(nn.Module):
+    """What was joined goes to a block and to its shortcut, both called by the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid, self.out = nn.Conv2d(3, 8, 3, padding=1), Up(8), nn.Conv2d(8, 3, 1)
+        self.down = nn.ModuleList(Up(8) for _ in range(3))
+        blocks = [nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3, padding=1)) for _ in range(3)]
+        self.up, self.shortcut = nn.ModuleList(blocks), nn.ModuleList(nn.Conv2d(16, 8, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, join: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """`join`: what to do instead of concatenating, to write a method out by hand."""
+        kept = [self.first(x)]
         for block in self.down:
-            x = block(x)
-            kept.append(x)
-        x = self.mid(x)
-        for block in self.up:
-            x = block(x, kept.pop())
+            kept.append(block(kept[-1]))
+        x = self.mid(kept[-1])
+        for block, shortcut in zip(self.up, self.shortcut, strict=True):
+            skip = kept.pop()
+            joined = torch.cat([x, skip], dim=1) if join is None else join(x, skip)
+            x = block(joined) + shortcut(joined)
         return self.out(x)

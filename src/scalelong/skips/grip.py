@@ -106,20 +106,17 @@ def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[Grip]:
     node = loop.join
     while True:
         handed = [call for call in trace.calls if call.start > node and node in [given for _, given in call.given]]
-        outer = [call for call in handed if not any(call.parent == other.index for other in handed)]
+        outer = [call for call in handed if not any(other in handed for other in _around(trace, call))]
         for calls in [[call] for call in handed] + [outer] * (len(outer) > 1):
             trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
-                spots = [next(spot for spot, given in call.given if given == node) for call in calls]
+                spots = [spot for call in calls for spot, given in call.given if given == node]
                 takes = [
-                    (call.name, ChannelSlice(spot, start, size, join.dim, sum(join.sizes)))
-                    for call, spot in zip(calls, spots, strict=True)
-                    if isinstance(spot, Argument)
+                    ChannelSlice(s, start, size, join.dim, sum(join.sizes)) for s in spots if isinstance(s, Argument)
                 ]
-                if takes and len(takes) == len(calls):
-                    yield Grip(calls[0], takes[0][1], loop.operand, tuple(takes[1:]))
-                    return
-                trouble = f"{calls[0].name} is handed the joined tensor in a list"
+                names = [call.name for call in calls]
+                yield Grip(calls[0], takes[0], loop.operand, tuple(zip(names[1:], takes[1:], strict=True)))
+                return
             reasons.append(trouble)
         children = trace.children[node]
         if len(children) != 1 or trace.nodes[children[0]].name not in LINEAR_WITHOUT_WEIGHTS:
@@ -136,11 +133,21 @@ def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> s
     for call in calls:
         if _calls(trace, call) > 1:
             return f"{call.name} is called {_calls(trace, call)} times in one forward"
-        if sum(given == node for _, given in call.given) > 1:
+        spots = [spot for spot, given in call.given if given == node]
+        if len(spots) > 1:
             return f"{call.name} is handed the same tensor twice"
+        if not isinstance(spots[0], Argument):
+            return f"{call.name} is handed the joined tensor in a list"
     if not all(any(call.holds(child) for call in calls) for child in trace.children[node]):
         return f"what is joined is used by {' and '.join(call.name for call in calls)} and elsewhere"
     return None
+
+
+def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
+    """The calls that a call was made in, the nearest first."""
+    while call.parent >= 0:
+        call = trace.calls[call.parent]
+        yield call
 
 
 def _calls(trace: Trace, call: ModuleCall) -> int:
