@@ -31,6 +31,9 @@ def test_the_centre_is_cropped_and_resized(celeba: Path) -> None:
     picture = Image.fromarray(noise(2, 218, 178, 3)).crop((19, 39, 159, 179))
     assert torch.equal(source.read(1), to_tensor(picture.resize((64, 64), Image.Resampling.BICUBIC)))
     assert torch.equal(load_source(f"celeba:{celeba}", image_size=140).read(1), to_tensor(picture))
+    (celeba / "list_eval_partition.txt").unlink()
+    whole = load_source(f"folder:{celeba / 'img_align_celeba'}", image_size=64)  # the same files, cropped otherwise
+    assert whole.fingerprint != load_source(f"celeba:{celeba}").fingerprint
 
 
 def test_splits_follow_the_partition_file(celeba: Path) -> None:

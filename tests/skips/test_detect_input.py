@@ -146,5 +146,6 @@ def test_what_is_scaled_in_inference_mode_can_be_trained(method: str) -> None:
     with torch.inference_mode():
         scalelong.apply(model, method, example=image())
         scalelong.apply(TutorialUNet(), method, example=image())  # made there, too: its buffers count no changes
+        assert all(check.gradient_error is not None for check in scalelong.verify(model, *image()).checks)
     model(*image()).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters())

@@ -91,16 +91,14 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
-def _version(buffer: Tensor) -> int | None:
-    """How often it was written; not counted for tensors made in inference mode."""
-    return None if buffer.is_inference() else buffer._version
-
-
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in eval mode, torch not in inference mode; then modes, buffers and random states come back."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    kept = [
+        buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()
+    ]  # those cannot change
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in kept]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if on_cuda else None
@@ -113,7 +111,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for buffer, version, before in buffers:
-                if version is None or _version(buffer) != version:
+                if buffer._version != version:
                     buffer.copy_(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
