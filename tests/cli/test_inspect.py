@@ -70,7 +70,7 @@ def test_a_callable_is_drawn_on_the_example_it_gives_or_that_is_given(module: st
     for arguments in ([f"{module}:net_and_example"], [f"{module}:net", "--shape", "1,3,8,8"]):
         assert main(["inspect", *arguments, "--method", "rsqrt2"]) == 0
         printed = capsys.readouterr().out
-        assert "TutorialUNet" in printed
+        assert "TutorialUNet: 25,811 parameters, 3 long skips" in printed
         assert "κ = 0.707" in printed
 
 

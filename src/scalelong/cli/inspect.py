@@ -111,7 +111,8 @@ def _coefficients(model: nn.Module, scaling: Scaling, call: Call | None) -> list
 def _title(model: nn.Module, num_skips: int) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     skips = "1 long skip" if num_skips == 1 else f"{num_skips} long skips"
-    return f"{type(model).__name__}: {parameters / 1e6:.1f}M parameters, {skips}"
+    count = f"{parameters / 1e6:.1f}M" if parameters >= 1e5 else f"{parameters:,}"
+    return f"{type(model).__name__}: {count} parameters, {skips}"
 
 
 def _rungs(
