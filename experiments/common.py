@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -22,7 +24,7 @@ from tqdm import tqdm
 
 from scalelong.report.series import RunSeries, read_run
 from scalelong.stability import relative_oscillation
-from scalelong.training import RunConfig, TrainedRun, get_preset, load_run
+from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
 from scalelong.training.config import (
     DataSettings,
     ModelSettings,
@@ -113,12 +115,11 @@ def run_key(config: RunConfig) -> str:
 
 
 def trained(configs: Sequence[RunConfig], options: Options, probe_every: int = 10) -> list[RunSeries]:
-    """The runs of these configurations, in order; those that are not complete are trained first, `jobs` at once."""
+    """The runs of these configurations, in order; what is not complete is trained by `scalelong train`, `jobs` at once."""
     folders = [Path(options.runs) / run_key(config) for config in configs]
     missing = {f: c for f, c in zip(folders, configs, strict=True) if not is_complete(f, c)}
     if missing:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(options.jobs, len(missing)), mp_context=context) as pool:
+        with ThreadPoolExecutor(min(options.jobs, len(missing))) as pool:
             futures = [pool.submit(_train_one, config, folder, probe_every) for folder, config in missing.items()]
             for future in tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None):
                 future.result()
@@ -131,16 +132,13 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 
 def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
-    from scalelong.cli.train import oscillation_probe
-    from scalelong.training import Trainer
-
-    torch.set_num_threads(1)
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
-    trainer = Trainer(config, folder)
-    trainer.observers.append(oscillation_probe(trainer, probe_every))
-    trainer.run()
-    if trainer.stopping:
-        raise RuntimeError(f"{folder}: stopped at step {trainer.step}; the same command again goes on from there")
+    settings = folder.with_name(f"{folder.name}.yaml")
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(to_yaml(config))
+    command = [sys.executable, "-m", "scalelong.cli.main", "train", "--config", str(settings), "--out", str(folder)]
+    subprocess.run([*command, "--probe-every", str(probe_every)], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if not is_complete(folder, config):
+        raise RuntimeError(f"{folder}: stopped before its last step; the same command again goes on from there")
 
 
 def compared(

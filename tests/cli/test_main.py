@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from scalelong.cli.main import VERBS, main
-from scalelong.training import load_run, to_yaml
+from scalelong.training import from_yaml, load_run, to_yaml
+from scalelong.training.config import differences
 from tests.training.tiny import tiny
 
 
@@ -89,6 +90,17 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path, capsys) 
     assert "parameters  698,638" in printed
     assert "memory" in printed
     assert "time" in printed
+
+
+def test_a_file_of_settings_stands_alone(run, tmp_path, monkeypatch, capsys) -> None:
+    """A run's own settings train it once more, without a preset."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", str(run / "config.yaml"), "--training.seed", "1"]) == 0
+    assert "trained at step" in capsys.readouterr().out
+    (again,) = (tmp_path / "runs").iterdir()
+    assert again.name == f"config-{from_yaml(run / 'config.yaml').scaling.method}-seed1"
+    changed = differences(from_yaml(run / "config.yaml"), from_yaml(again / "config.yaml"))
+    assert changed == {"training.seed": (0, 1)}
 
 
 def test_train_again_resumes_and_goes_on(run, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
-from common import base_config, by_method, run_key, varied
+from common import Options, base_config, by_method, run_key, trained, varied
 from ensemble import Member, for_member, train_together
 from output import beats, recorded_command
 
@@ -35,6 +36,23 @@ def test_a_key_is_that_of_what_is_computed() -> None:
     assert run_key(elsewhere) == run_key(config)
     assert varied(config, "universal:1.5").scaling.allow_amplify
     assert not varied(config, "universal:0.5").scaling.allow_amplify
+
+
+@pytest.mark.slow
+def test_runs_are_trained_by_the_command_once(tmp_path) -> None:
+    """In the order asked for, whatever ends first; what is complete is only read, and a run that fails is told."""
+    options, config = Options(jobs=2, runs=str(tmp_path)), small()
+    configs = [varied(config, method, seed=1) for method in ("none", "cs:0.5")]
+    found = trained(configs, options, probe_every=1)
+    assert [run.config for run in found] == configs
+    assert all(run.blocks for run in found), "nothing was probed"
+    written = [run.folder / "metrics.jsonl" for run in found]
+    before = [path.stat().st_mtime_ns for path in written]
+    assert [run.folder for run in trained(configs, options)] == [run.folder for run in found]
+    assert [path.stat().st_mtime_ns for path in written] == before
+    broken = dataclasses.replace(config, data=dataclasses.replace(config.data, name="folder:nowhere"))
+    with pytest.raises(subprocess.CalledProcessError):
+        trained([broken], options)
 
 
 @pytest.mark.slow

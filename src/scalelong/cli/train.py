@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -27,7 +28,7 @@ class Train:
 
     preset: tyro.conf.Positional[str]
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
-    config: str = ""  # a YAML file whose settings go over the preset's
+    config: str = ""  # a YAML file (a run's config.yaml is one) whose settings go over the preset's, or stand alone
     dry_run: bool = False  # print the settings, parameters, memory and time, and train nothing
     probe_every: int = 0  # record the blocks' feature and gradient norms every so many steps; 0: never
     evaluate_every: int = 0  # measure FID every so many steps; 0: never
@@ -39,15 +40,16 @@ class Train:
 def parse(arguments: list[str]) -> Train:
     """The preset, then the YAML file, then the flags: later ones win."""
     preset = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    if not preset and not {"-h", "--help"} & set(arguments):
-        raise ValueError(f"preset: say which to train, one of {', '.join(PRESETS)}")
-    settings = get_preset(preset or next(iter(PRESETS)))
-    if "--config" in arguments[:-1]:
-        settings = from_yaml(arguments[arguments.index("--config") + 1], settings)
+    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else ""
+    if not preset and not file and not {"-h", "--help"} & set(arguments):
+        raise ValueError(f"preset: say which to train, one of {', '.join(PRESETS)}; or --config FILE")
+    settings = get_preset(preset) if preset else RunConfig()
+    if file:
+        settings = from_yaml(file, settings)
     return tyro.cli(
         Train,
         args=arguments,
-        default=Train(preset=preset or "PRESET", settings=settings),
+        default=Train(preset=preset or Path(file).stem or "PRESET", settings=settings),
         prog="scalelong train",
         description=f"{__doc__}\nPresets: {', '.join(PRESETS)}",
     )
