@@ -132,6 +132,7 @@ def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Ten
         steps=options.sampler_steps,
         clip=run.config.sampling.clip,
         condition=condition.of_drawn,
+        device=device,
         guidance=condition.guidance(options.guidance[-1]),
     )
 

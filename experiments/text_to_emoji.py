@@ -147,6 +147,7 @@ def draw_held_out(run: TrainedRun, unseen: HeldOut, scale: float, count: int, de
         clip=settings.clip,
         precision="bf16" if device.type == "cuda" else "fp32",
         condition=condition.of_drawn,
+        device=device,
         guidance=condition.guidance(scale),
     )
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scalelong.backbones import as_network
 from scalelong.data import to_uint8
 from scalelong.diffusion import Objective, get_process, sample
+from scalelong.diffusion.objective import Network
 from scalelong.evaluation import generate, generate_batches
 
 OBJECTIVE = Objective(get_process("vp"))
@@ -30,7 +32,7 @@ class Shrink(nn.Module):
         return self.dropout(x * self.factor) + shift
 
 
-def make(net: nn.Module | None = None, **options: Any) -> Tensor:
+def make(net: Network | None = None, **options: Any) -> Tensor:
     return generate(OBJECTIVE, net or Shrink(), shape=SHAPE, **{"steps": 4, "seed": 7, "progress": False} | options)
 
 
@@ -85,6 +87,15 @@ def test_network_is_left_in_the_mode_it_was_in() -> None:
     next(iter(batches))
     assert [module.training for module in net.modules()] == [True, True, True, False]
     assert torch.equal(make(inner, num_images=3), make(Shrink().eval(), num_images=3))
+
+
+def test_the_module_inside_a_network_is_found() -> None:
+    """Its dropout is off while it draws, and what is drawn lives where its weights are."""
+    inner = Shrink()
+    assert torch.equal(make(as_network(inner), num_images=3), make(Shrink().eval(), num_images=3))
+    assert all(module.training for module in inner.modules())
+    with pytest.raises(RuntimeError, match="unsupported autocast device_type 'meta'"):
+        make(as_network(Shrink().to("meta")), num_images=1, precision="bf16")
 
 
 def test_low_precision_reaches_the_network() -> None:

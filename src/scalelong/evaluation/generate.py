@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from scalelong.backbones import Network as Wrapped
 from scalelong.data.base import Shape
 from scalelong.data.images import to_uint8
 from scalelong.diffusion.objective import Network, Objective
@@ -56,11 +57,12 @@ def generate_batches(
     if batch_size < 1:
         raise ValueError(f"evaluation.batch_size: must be at least 1, got {batch_size}")
     mine = _part(_indices(num_images, indices), rank, world_size)
-    where = torch.device(device) if device is not None else _device_of(net)
+    module = _module_of(net)
+    where = torch.device(device) if device is not None else _device_of(module)
     autocast = torch.autocast(where.type, _AUTOCAST[precision], enabled=precision != "fp32")
 
     def make(index: Tensor) -> Tensor:
-        with _evaluating(net), autocast:
+        with _evaluating(module), autocast:
             given = condition(index) if condition else {}
             return sample(objective, net, (seed, index, shape), sampler=sampler, steps=steps, **options, **given)
 
@@ -116,19 +118,25 @@ def _part(indices: Tensor, rank: int, world_size: int) -> Tensor:
     return indices[n * rank // world_size : n * (rank + 1) // world_size]
 
 
-def _device_of(net: Network) -> torch.device:
-    first = next(net.parameters(), None) if isinstance(net, nn.Module) else None
+def _module_of(net: Network) -> nn.Module | None:
+    """The module behind what is called; a plain function has none."""
+    module = net.model if isinstance(net, Wrapped) else net
+    return module if isinstance(module, nn.Module) else None
+
+
+def _device_of(module: nn.Module | None) -> torch.device:
+    first = next(module.parameters(), None) if module is not None else None
     return torch.device("cpu") if first is None else first.device
 
 
 @contextmanager
-def _evaluating(net: Network) -> Iterator[None]:
+def _evaluating(module: nn.Module | None) -> Iterator[None]:
     """Dropout and the like are off inside; afterwards every module is as it was."""
-    training = [module for module in net.modules() if module.training] if isinstance(net, nn.Module) else []
-    for module in training:
-        module.training = False
+    training = [part for part in module.modules() if part.training] if module is not None else []
+    for part in training:
+        part.training = False
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for part in training:
+            part.training = True
