@@ -60,7 +60,6 @@ def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "setting": setting,
         "claims": [asdict(claim) for claim in claims],
-        "agrees": all(claim.agrees for claim in claims),
         **numbers,
     }
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -109,7 +108,7 @@ def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:
 
 def save(figure: plt.Figure, path: Path) -> None:
     """Write and forget a picture."""
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/figures.md and docs/stability.md from the results of the experiments.
+"""The tables of docs/figures.md, docs/stability.md and docs/conditions.md from the results of the experiments.
 
 python scripts/figures_table.py            # writes them
 python scripts/figures_table.py --check    # fails if they are not those of the results
@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,26 @@ FIGURES = (
     "fig13-amplify",
     "table4-direction",
 )
+MEASURED = {
+    "conditional-gpu": {
+        "run": "run",
+        "guidance": "guidance",
+        "value": "FID",
+        "images": "images",
+        "final_loss": "loss at the end",
+    },
+    "text-to-emoji-gpu": {
+        "images": "images of",
+        "guidance": "guidance",
+        "n": "images",
+        "first (all)": "right caption first",
+        "± (all)": "±",
+        "five (all)": "among the first five",
+        "first (seen)": "first, second judge",
+        "± (seen)": "± ",
+        "five (seen)": "among five, second judge",
+    },
+}
 
 
 def claims_table(name: str) -> str:
@@ -34,20 +55,39 @@ def claims_table(name: str) -> str:
         if not path.is_file():
             continue
         summary = json.loads(path.read_text())
-        lines += [
-            f"`{summary['command']}`, {summary['device']}, commit {summary['commit']}:",
-            f"{summary['setting']}.",
-            "",
-        ]
-        lines += ["| the paper | measured | agrees |", "|---|---|---|"]
+        lines += [_origin(summary), "", "| the paper | measured | agrees |", "|---|---|---|"]
         rows = [
             (claim["paper"], claim["measured"], "yes" if claim["agrees"] else "**no**") for claim in summary["claims"]
         ]
         lines += [f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows]
-        (picture,) = (RESULTS / f"{name}-{scale}").glob("*.png")
-        lines += ["", f"![{name}, {scale}](assets/figures/{name}-{scale}.png)", ""]
-        copy(picture, DOCS / "assets" / "figures" / f"{name}-{scale}.png")
+        lines += ["", _picture(f"{name}-{scale}"), ""]
     return "\n".join(lines).strip()
+
+
+def measured_table(folder: str, columns: Mapping[str, str]) -> str:
+    """The rows of one experiment, of these columns (key -> heading), and its picture."""
+    summary = json.loads((RESULTS / folder / "summary.json").read_text())
+    lines = [_origin(summary), "", f"| {' | '.join(columns.values())} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(_cell(row[key]) for key in columns)} |" for row in summary["table"]]
+    return "\n".join([*lines, "", _picture(folder)])
+
+
+def _origin(summary: dict[str, Any]) -> str:
+    told = f"`{summary['command']}`, {summary['device']}, commit {summary['commit']}:"
+    return f"{told}\n{summary['setting']}."
+
+
+def _picture(folder: str) -> str:
+    (picture,) = (RESULTS / folder).glob("*.png")
+    copy(picture, DOCS / "assets" / "figures" / f"{folder}.png")
+    return f"![{', '.join(folder.rsplit('-', 1))}](assets/figures/{folder}.png)"
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    digits = 0 if value.is_integer() else 1 if value >= 10 else 3 if value >= 0.1 else 4
+    return f"{value:.{digits}f}"
 
 
 def rules_table() -> str:
@@ -100,6 +140,8 @@ def main() -> None:
     for name in FIGURES:
         fill(DOCS / "figures.md", name, claims_table(name))
     fill(DOCS / "stability.md", "rules", rules_table())
+    for folder, columns in MEASURED.items():
+        fill(DOCS / "conditions.md", folder, measured_table(folder, columns))
 
 
 if __name__ == "__main__":
