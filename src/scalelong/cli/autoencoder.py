@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from scalelong.cli.arguments import DataName
 from scalelong.data import load_source
 from scalelong.training.autoencoder import GRID, AutoencoderSettings, train_autoencoder
 
@@ -19,7 +20,7 @@ from scalelong.training.autoencoder import GRID, AutoencoderSettings, train_auto
 class Train:
     """Train on a data set and write the folder that `scalelong data encode --autoencoder` takes."""
 
-    name: tyro.conf.Positional[str]  # a data set, as `scalelong data list` names them
+    name: DataName  # a data set, as `scalelong data list` names them
     out: str  # the folder to write
     settings: Annotated[AutoencoderSettings, tyro.conf.arg(name="")] = field(default_factory=AutoencoderSettings)
     image_size: int | None = None  # crop and resize to this

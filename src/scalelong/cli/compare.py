@@ -1,6 +1,7 @@
 """Compare runs: mean ± sd over seeds, and the steps and seconds that each method needs to a given loss or quality.
 
 Example: scalelong compare runs/none-seed0 runs/cs-seed0 --loss 0.05
+
 Example: scalelong compare --preset digits-demo --methods none cs:0.7 ls --seeds 0 1 2 --out runs/compare
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 import tyro
 from accelerate import PartialState
 
+from scalelong.cli.arguments import RunFolders
 from scalelong.cli.train import oscillation_probe
 from scalelong.report import Comparison, compare_runs, read_runs, write_report
 from scalelong.report.compare import Race
@@ -28,7 +30,7 @@ from scalelong.training import RunConfig, Trainer, get_preset
 class Compare:
     """What is on the command line."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # folders of runs, or folders that hold runs
+    runs: RunFolders = ()  # folders of runs, or folders that hold runs
     preset: str = ""  # train this preset with every method and seed first; the same command again resumes
     methods: tuple[str, ...] = ("none", "cs", "ls")  # with --preset; METHOD:KAPPA sets kappa, for example cs:0.5
     seeds: tuple[int, ...] = (0, 1, 2)  # with --preset

@@ -1,7 +1,9 @@
 """Fetch, check and encode data sets.
 
 Example: scalelong data fetch cifar10
+
 Example: scalelong data encode emoji32 --autoencoder runs/emoji-autoencoder --out data/emoji32-latents
+
 Example: scalelong data encode-text emoji32 --encoder minilm --max-tokens 16
 """
 
@@ -15,6 +17,7 @@ import torch
 import tyro
 
 from scalelong.backbones.autoencoder import load_autoencoder
+from scalelong.cli.arguments import DataName
 from scalelong.data import KNOWN, check, load_source
 from scalelong.data.encode import Origin, encode
 from scalelong.data.fetch import fetch
@@ -25,7 +28,7 @@ from scalelong.data.text import encode_text, feature_file
 class Fetch:
     """Get a data set, verify it by hash and keep it in the cache."""
 
-    name: tyro.conf.Positional[str]  # cifar10, fashion_mnist, or minilm (a text encoder)
+    name: DataName  # cifar10, fashion_mnist, or minilm (a text encoder)
     source: str | None = None  # your own copy: an archive or a folder
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
@@ -34,7 +37,7 @@ class Fetch:
 class Check:
     """List every bad file of a data set."""
 
-    name: tyro.conf.Positional[str]  # a name, or one of the forms of `scalelong data list`
+    name: DataName  # a name, or one of the forms of `scalelong data list`
     root: str | None = None
     split: str = "train"
 
@@ -43,7 +46,7 @@ class Check:
 class Encode:
     """Turn a set of images into the latents of an autoencoder; the same command again goes on where it stood."""
 
-    name: tyro.conf.Positional[str]  # a data set of images
+    name: DataName  # a data set of images
     autoencoder: str  # a diffusers AutoencoderKL: a folder, or a name on the hub
     out: str  # the folder of the latents; train on latents:FOLDER
     batch_size: int = 64
@@ -59,7 +62,7 @@ class Encode:
 class EncodeText:
     """Compute the features of a data set's captions once; training finds them in the cache."""
 
-    name: tyro.conf.Positional[str]  # a data set with captions
+    name: DataName  # a data set with captions
     encoder: str = "minilm"  # minilm, a hub name or a folder of transformers
     max_tokens: int = 77  # captions are cut or padded to this many
     split: str = "train"

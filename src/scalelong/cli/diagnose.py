@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import tyro
 
+from scalelong.cli.arguments import RunFolder
 from scalelong.stability.diagnosis import diagnose
 
 
@@ -17,7 +18,7 @@ from scalelong.stability.diagnosis import diagnose
 class Diagnose:
     """What is on the command line."""
 
-    run: tyro.conf.Positional[str]  # a folder that scalelong train wrote, best with --probe-every
+    run: RunFolder  # a folder that scalelong train wrote, best with --probe-every
     json: bool = False  # print the sentences with their numbers as JSON
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import tyro
 
+from scalelong.cli.arguments import RunFolder
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
 from scalelong.training import load_run
@@ -23,7 +24,7 @@ from scalelong.training.run import TrainedRun
 class Evaluate:
     """What is on the command line."""
 
-    run: tyro.conf.Positional[str]  # the run's folder
+    run: RunFolder  # the run's folder
     num_samples: int = 10_000
     seeds: tuple[int, ...] = (0,)  # one evaluation for each
     sampler: str = ""  # default: the run's own

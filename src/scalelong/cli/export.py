@@ -1,6 +1,7 @@
 """Take a model out of a run, with a model card: for this package, or as a pipeline that diffusers loads.
 
 Example: scalelong export runs/demo/cs --out exported/digits-cs
+
 Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-pipeline
 """
 
@@ -14,6 +15,7 @@ from typing import Literal
 import tyro
 
 import scalelong
+from scalelong.cli.arguments import RunFolder
 from scalelong.pipelines import export_pipeline
 from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
@@ -24,7 +26,7 @@ from scalelong.training import TrainedRun, load_run
 class Export:
     """What is on the command line."""
 
-    run: tyro.conf.Positional[str]  # the run's folder
+    run: RunFolder  # the run's folder
     format: Literal["scalelong", "diffusers"] = "scalelong"  # weights and gates, or a pipeline folder
     out: str = ""  # default: RUN/export, or RUN/pipeline
     weights: str = "ema"  # ema or model

@@ -19,6 +19,7 @@ import tyro
 from torch import nn
 
 import scalelong
+from scalelong.cli.arguments import ModelName
 from scalelong.cli.opening import Opened, open_model
 from scalelong.methods import METHODS
 from scalelong.report.ushape import Rung, UShape, as_text, draw
@@ -34,7 +35,7 @@ from scalelong.skips.sites import Call
 class Inspect:
     """What is on the command line."""
 
-    model: tyro.conf.Positional[str]
+    model: ModelName  # see above
     method: str = ""  # scale with this method first; default: as the model is
     kappa: float | None = None  # of that method, where it has one
     placement: Literal["before", "after_norm"] = "before"

@@ -3,6 +3,7 @@
 MODEL is a preset or a run's folder, which bring their data along; or, with --data, a diffusers folder or module:callable.
 
 Example: scalelong kappa digits-demo --out runs/kappa
+
 Example: scalelong kappa mymodels:build --data folder:photos --image-size 64
 """
 
@@ -17,6 +18,7 @@ import torch
 import tyro
 
 from scalelong import coefficients, find_skips
+from scalelong.cli.arguments import ModelName
 from scalelong.cli.opening import open_model
 from scalelong.data import Source, load_source
 from scalelong.data.base import Shape
@@ -39,7 +41,7 @@ BLUE, ORANGE, RED = "#4e79a7", "#f28e2b", "#e15759"
 class Kappa:
     """What is on the command line."""
 
-    model: tyro.conf.Positional[str]
+    model: ModelName  # see above
     data: str | None = None  # instead of the preset's: a name, folder:PATH or hf:NAME; needed where there is no preset
     image_size: int | None = None  # crop and resize the data to this
     skips: int | None = None  # instead of the model's: the number of long skips

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tyro
 
+from scalelong.cli.arguments import RunFolders
 from scalelong.report import read_runs, write_report
 
 
@@ -18,7 +19,7 @@ from scalelong.report import read_runs, write_report
 class Report:
     """What is on the command line."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # folders of runs, or folders that hold runs
+    runs: RunFolders = ()  # folders of runs, or folders that hold runs
     out: str = ""  # default: report.html in the folder given, or here if there are several
 
 

@@ -1,7 +1,9 @@
 """Draw images from a trained run, as a PNG grid and an npz; image i depends only on the seed and i.
 
 Example: scalelong sample runs/demo/cs --num 64 --seed 1
+
 Example: scalelong sample runs/cifar --classes cat,dog,3 --guidance 2
+
 Example: scalelong sample runs/emoji --prompt "a red apple" "a green apple" --num 16 --guidance 4
 """
 
@@ -16,6 +18,7 @@ import torch
 import tyro
 
 from scalelong.backbones import as_network
+from scalelong.cli.arguments import RunFolder
 from scalelong.data.grid import save_grid
 from scalelong.evaluation import generate
 from scalelong.evaluation.run import condition_of, source_of
@@ -28,7 +31,7 @@ from scalelong.training.condition import Condition, choose_classes, choose_promp
 class Sample:
     """What is on the command line."""
 
-    run: tyro.conf.Positional[str]  # the run's folder
+    run: RunFolder  # the run's folder
     num: int = 64  # how many images
     seed: int = 0
     first: int = 0  # number of the first image

@@ -14,6 +14,7 @@ import torch
 import tyro
 
 from scalelong.backbones import as_network
+from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
 from scalelong.data.order import caption_rows
 from scalelong.diffusion import draw_time_and_noise
@@ -26,7 +27,7 @@ from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_prese
 class Train:
     """What is on the command line."""
 
-    preset: tyro.conf.Positional[str]
+    preset: PresetName  # one of those above; may be left out where --config names a file
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
     config: str = ""  # a YAML file (a run's config.yaml is one) whose settings go over the preset's, or stand alone
     dry_run: bool = False  # print the settings, parameters, memory and time, and train nothing
