@@ -34,7 +34,7 @@ def test_every_verb_has_a_help_with_an_example(verb: str, capsys) -> None:
     assert f"scalelong {verb}" in printed
     assert "\nExample:" in printed
     assert printed.count("Example:") == printed.count("\nExample:"), "examples run into each other"
-    assert not re.search(r"^│ \W*STR", printed, re.M), "an argument has no name"
+    assert not re.search(r"^\W*STR\b", printed, re.M), "an argument has no name"
 
 
 def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
