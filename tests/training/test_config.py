@@ -64,6 +64,10 @@ def test_a_wrong_file_is_refused_by_its_key(text: str, message: str, tmp_path) -
         ({"training_steps": 0}, r"training\.steps: must be at least 1, got 0"),
         ({"training_keep": 1}, r"training\.keep: must be at least 2"),
         ({"training_precision": "fp16"}, r"training\.precision: fp16 needs a GPU"),
+        (
+            {"training_accumulate": 2, "training_compile": "reduce-overhead"},
+            r"training\.compile: reduce-overhead .* training\.accumulate = 2",
+        ),
         ({"training_ema_decay": 1.0}, r"training\.ema_decay"),
         ({"optimizer_lr": 0.0}, r"optimizer\.lr: must be positive"),
         ({"optimizer_betas": (0.9, 1.0)}, r"optimizer\.betas"),

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from scalelong.training import NonFiniteError, Trainer, load_run, read_events, train
 from scalelong.training.checkpoint import CheckpointError
 from scalelong.training.config import RunConfig
+from scalelong.training.step import Pending, StepResult
 from tests.training.tiny import assert_same_run, assert_same_weights, losses, newest, tiny
 
 
@@ -109,33 +111,6 @@ def test_accumulating_gives_the_same_run_up_to_rounding(tmp_path) -> None:
     assert [loss for _, loss in losses(four)] == pytest.approx([loss for _, loss in losses(one)], rel=1e-4)
 
 
-def test_another_configuration_in_the_folder_is_shown_and_refused(tmp_path) -> None:
-    train(tiny(training_steps=4), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"(?s)another configuration:.*optimizer\.lr: 0\.001 there, 0\.5 asked for"):
-        train(tiny(training_steps=4, optimizer_lr=0.5), tmp_path / "run")
-
-
-def test_a_folder_with_other_things_in_it_is_refused(tmp_path) -> None:
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"not empty and holds no config\.yaml"):
-        train(tiny(), tmp_path)
-    with pytest.raises(ValueError, match="is a file"):
-        train(tiny(), tmp_path / "thesis.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_too_little_space_is_said_before_training(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(OSError, match=r"0\.0 GB free; 2 checkpoints and one being written need"):
-        train(tiny(), tmp_path / "run")
-
-
-def test_no_permission_is_said_before_training(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(PermissionError, match="no permission to write"):
-        train(tiny(), tmp_path / "run")
-
-
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch) -> None:
     trainer = Trainer(tiny(), tmp_path / "run")
     real = trainer._state
@@ -200,8 +175,18 @@ class TestNonFinite:
         for one, other in zip(rewound.model.parameters(), skipped.model.parameters(), strict=True):
             assert torch.equal(one, other)
 
-    def test_too_many_are_too_many(self, tmp_path) -> None:
-        trainer = self.trainer(tmp_path / "run", "skip", training_max_nonfinite=2)
+    @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
+    def test_a_loss_scaler_comes_through_a_rewind(self, log_every, tmp_path, monkeypatch) -> None:
+        """It refuses to unscale a second time before an update; half precision is for GPUs, but a CPU can do it."""
+        monkeypatch.setattr(RunConfig, "checked", lambda self, *_: self)
+        trainer = self.trainer(tmp_path / "run", "rewind", training_precision="fp16", training_log_every=log_every)
+        Poison(trainer, step=6)
+        trainer.run()
+        assert (trainer.step, trainer.guard.skipped) == (12, [6])
+
+    @pytest.mark.parametrize("policy", ["skip", "rewind"])
+    def test_too_many_are_too_many(self, policy, tmp_path) -> None:
+        trainer = self.trainer(tmp_path / "run", policy, training_max_nonfinite=2)
         for step in (2, 3, 4):
             Poison(trainer, step)
         with pytest.raises(NonFiniteError, match=r"step 4.*max_nonfinite = 2"):
@@ -225,6 +210,19 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, log_ever
         assert_same_run(whole, tmp_path / "run")
     else:  # the record that was written when the run stopped is one more
         assert_same_weights(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("log_every", [1, 4], ids=["read at once", "read a step later"])
+def test_waiting_for_the_device_counts_as_training_time(log_every, tmp_path, monkeypatch) -> None:
+    read = Pending.read
+
+    def waits(self: Pending, ranks: int) -> StepResult:
+        time.sleep(0.05)
+        return read(self, ranks)
+
+    monkeypatch.setattr(Pending, "read", waits)
+    folder = train(tiny(training_steps=8, training_log_every=log_every), tmp_path / "run")
+    assert [r["seconds"] for r in read_events(folder)[0] if r["kind"] == "train"][-1] >= 8 * 0.05
 
 
 def test_observers_see_the_gradients_and_their_values_are_recorded(tmp_path) -> None:

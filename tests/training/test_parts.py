@@ -40,12 +40,12 @@ def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
 def test_records_are_one_json_object_per_line(tmp_path) -> None:
     events = Events(tmp_path, 0)
     events.write(1, "train", {"loss": 0.5, "kappa": [1.0, 0.7]})
-    events.write(2, "train", {"loss": math.nan})
+    events.write(2, "train", {"loss": math.nan, "kappa": [math.nan, 1.0]})
     events.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
         {"step": 1, "kind": "train", "loss": 0.5, "kappa": [1.0, 0.7]},
-        {"step": 2, "kind": "train", "loss": None},
+        {"step": 2, "kind": "train", "loss": None, "kappa": [None, 1.0]},
     ]
     assert list((tmp_path / "tensorboard").glob("events.*"))
 

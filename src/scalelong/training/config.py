@@ -177,6 +177,11 @@ class RunConfig:
                 f"training.batch_size: {self.training.batch_size} is not divisible by {world_size} ranks x "
                 f"{self.training.accumulate} micro-batches; use a multiple of {parts}"
             )
+        if self.training.accumulate > 1 and self.training.compile == "reduce-overhead":
+            raise ValueError(
+                "training.compile: reduce-overhead replays a step in place, over the gradients that training.accumulate = "
+                f"{self.training.accumulate} adds up; use default"
+            )
         if self.training.precision == "fp16" and not on_gpu:
             raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ def _refuse() -> dict[str, Any]:
 
 
 def _jsonable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -96,4 +99,7 @@ def _wandb(folder: Path, project: str) -> Any:
         )
     import wandb
 
-    return wandb.init(project=project, name=folder.name, id=folder.resolve().name, dir=str(folder), resume="allow")
+    kept = folder / "wandb-id"  # folders of one name are runs of their own
+    if not kept.is_file():
+        kept.write_text(secrets.token_hex(4))
+    return wandb.init(project=project, name=folder.name, id=kept.read_text(), dir=str(folder), resume="allow")

@@ -50,7 +50,7 @@ class Guard:
         """ "skip" or "rewind" at a step that just went wrong, or a NonFiniteError."""
         if self.policy == "raise":
             raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
-        if len(self.skipped) + self.rewinds >= self.most:
+        if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
             raise NonFiniteError(f"{sentence}; this is more than training.max_nonfinite = {self.most} such steps")
         if self.policy == "skip":
             self.skipped.append(step)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import PartialState
@@ -34,10 +34,10 @@ from scalelong.training.ema import Ema
 from scalelong.training.events import CHECKPOINT_KIND, Events
 from scalelong.training.guard import Guard, describe
 from scalelong.training.record import Window, environment
-from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder, lock_folder
+from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder
 from scalelong.training.signals import StopSignals
 from scalelong.training.sizes import Conditioning
-from scalelong.training.step import Pending, Stepper, StepResult, learning_rate, sample_indices
+from scalelong.training.step import Pending, Stepper, StepResult, index_batches, learning_rate
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,15 @@ class Trainer:
         self.config = config.checked(self.ranks.num_processes, self.device.type == "cuda")
         self.folder = Path(folder)
         self.observers = list(observers)
-        self.source = load_source(
-            config.data.name, image_size=config.data.image_size, split=config.data.split, root=config.data.root
-        )
-        with self.ranks.main_process_first():  # the others read the texts' features that it writes
+        with self.ranks.main_process_first():  # the others find what it fetched, unpacked or encoded
+            self.source = load_source(
+                config.data.name, image_size=config.data.image_size, split=config.data.split, root=config.data.root
+            )
             self.condition = make_condition(config, self.source, self.device)
         self.model = build_model(config, self.source.shape, self.condition.sizes).to(self.device)
+        self._lock: IO[str] | None = None
         if self.ranks.is_main_process:
-            claim_folder(self.folder, config, checkpoint_bytes(self.model))
-            self._lock = lock_folder(self.folder)
+            self._lock = claim_folder(self.folder, config, checkpoint_bytes(self.model))
         self.ranks.wait_for_everyone()
         self.objective = build_objective(config)
         self.to_pixels = build_pixels(config, self.device)
@@ -89,10 +89,18 @@ class Trainer:
 
     def run(self) -> Path:
         """Train to the end (or until asked to stop) and return the run's folder."""
-        self._resume()
-        if self.step >= self.config.training.steps:
-            logger.info("%s is complete at step %d", self.folder, self.step)
-            return self.folder
+        try:
+            self._resume()
+            if self.step < self.config.training.steps:
+                self._go_on()
+            else:
+                logger.info("%s is complete at step %d", self.folder, self.step)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+        return self.folder
+
+    def _go_on(self) -> None:
         events = (
             Events(self.folder, self.step, self.config.training.wandb_project) if self.ranks.is_main_process else None
         )
@@ -104,8 +112,6 @@ class Trainer:
         finally:
             if events is not None:
                 events.close()
-                self._lock.close()
-        return self.folder
 
     def _train(self, events: Events | None) -> None:
         if events is not None:
@@ -128,19 +134,22 @@ class Trainer:
         left out on the device if the step is not sound.
         """
         settings = self.config.training
-        batches = self.loader.batches(self._index_batches(self.step + 1))
+        rank, ranks = self.ranks.process_index, self.ranks.num_processes
+        batches = self.loader.batches(index_batches(self.config, self.step + 1, rank, ranks))
         while self.step < settings.steps:
             started = time.perf_counter()
             step = self.step + 1
             pending = self.stepper.compute(step, islice(batches, settings.accumulate), self.asked_to_stop)
             settled = self._settle(events, bar)
             if not settled or self.stopping:
+                self.stepper.leave_out()
                 self.stepper.clear()
                 if settled:
                     self._write_due(events, bar, last=True)
                 return
             if step in self.guard.avoid:
                 self.guard.skipped.append(step)
+                self.stepper.leave_out()
             else:
                 self.stepper.update(pending)
             self.step, self.unsettled = step, pending
@@ -150,8 +159,10 @@ class Trainer:
             self.stepper.clear()
             bar.update(1)
             if self._is_due():
+                started = time.perf_counter()
                 if not self._settle(events, bar):
                     return
+                self.seconds += time.perf_counter() - started  # the device was still at work
                 self._write_due(events, bar, last=step == settings.steps or self.stopping)
                 if self.stopping:
                     return
@@ -208,23 +219,12 @@ class Trainer:
 
     def _record(self) -> dict[str, Any]:
         window, self.window = self.window, Window(since=self.seconds)
-        elapsed = self.seconds - window.since
         return {
-            "loss": window.mean(window.loss),
-            "gradient_norm": window.mean(window.gradient_norm),
-            "gradient_norm_max": window.gradient_norm_max,
+            **window.record(self.seconds, self.config.training.batch_size),
             "lr": learning_rate(self.config, self.step),
-            "images_per_second": window.count * self.config.training.batch_size / max(elapsed, 1e-9),
-            "seconds": round(self.seconds, 3),
             "skipped": len(self.guard.skipped),
             "kappa": [round(k, 6) for k in coefficients(self.model)],
         }
-
-    def _index_batches(self, first_step: int) -> Iterator[torch.Tensor]:
-        ranks, settings = self.ranks, self.config.training
-        for step in range(first_step, settings.steps + 1):
-            for part in range(settings.accumulate):
-                yield sample_indices(self.config, step, part, ranks.process_index, ranks.num_processes)
 
     def _draw_samples(self) -> None:
         images = draw_grid(self.config, self.objective, self.ema.model, self.source.shape, self.condition)

@@ -37,7 +37,17 @@ class Window:
             self.gradient_norm_max = max(self.gradient_norm_max, result.gradient_norm)
             self.count += 1
 
-    def mean(self, total: float) -> float:
+    def record(self, seconds: float, batch_size: int) -> dict[str, float]:
+        """Means of the window that ends after so many seconds of the run."""
+        return {
+            "loss": self._mean(self.loss),
+            "gradient_norm": self._mean(self.gradient_norm),
+            "gradient_norm_max": self.gradient_norm_max,
+            "images_per_second": self.count * batch_size / max(seconds - self.since, 1e-9),
+            "seconds": round(seconds, 3),
+        }
+
+    def _mean(self, total: float) -> float:
         return total / self.count if self.count else math.nan
 
 

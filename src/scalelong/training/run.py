@@ -28,13 +28,16 @@ SAMPLES = "samples"
 LOCK = ".lock"
 
 
-def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> None:
-    """Make `folder` this run's, or refuse before any work: another configuration, no permission, no space."""
+def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:
+    """Make `folder` this run's, or refuse before any work: another configuration, another process, no permission, no space.
+
+    What is returned keeps other processes out until it is closed or the process dies.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; choose a folder")
     if (folder / CONFIG).is_file():
         _check_same(folder, config)
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,13 +54,14 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> None
             f"out: {folder} has {free / 1e9:.1f} GB free; {config.training.keep} checkpoints and one being written need "
             f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
         )
+    lock = _lock_folder(folder)
     staged = folder / f".{CONFIG}"
     staged.write_text(to_yaml(config))
     staged.replace(folder / CONFIG)
+    return lock
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Keep other processes from training into the same folder; held until the file is closed or the process dies."""
+def _lock_folder(folder: Path) -> IO[str]:
     handle = (folder / LOCK).open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

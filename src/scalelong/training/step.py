@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Stepper:
             fused=device.type == "cuda",
         )
         self.precision = resolve_precision(config, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == torch.float16)
+        self.scaler = self._make_scaler()
         self.wrapped: Any = model
         if world_size > 1:
             self.wrapped = nn.parallel.DistributedDataParallel(
@@ -123,6 +123,16 @@ class Stepper:
             self.optimizer.step()
         elif pending.sound:
             self.optimizer.step()
+
+    def leave_out(self) -> None:
+        """Go on without applying the gradients that `compute` found: the next ones may be unscaled again."""
+        if self.scaler.is_enabled():
+            state = self.scaler.state_dict()
+            self.scaler = self._make_scaler()
+            self.scaler.load_state_dict(state)
+
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -175,3 +185,10 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
     size = settings.batch_size // (world_size * settings.accumulate)
     first = (step - 1) * settings.batch_size + (part * world_size + rank) * size
     return torch.arange(first, first + size)
+
+
+def index_batches(config: RunConfig, first_step: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """The micro-batches of one rank from a step on to the last."""
+    for step in range(first_step, config.training.steps + 1):
+        for part in range(config.training.accumulate):
+            yield sample_indices(config, step, part, rank, world_size)
