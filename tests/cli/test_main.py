@@ -73,18 +73,13 @@ def test_bad_input_is_one_clear_line(arguments, message, capsys, tmp_path, monke
     assert not list(tmp_path.iterdir()), "something was left behind"
 
 
-def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    "places", [("digits-demo", "--config", "{}"), ("--config", "{}", "digits-demo"), ("digits-demo", "--config={}")]
+)
+def test_flags_win_over_the_file_and_the_file_over_the_preset(places, tmp_path, capsys) -> None:
     (tmp_path / "mine.yaml").write_text("training: {steps: 5, batch_size: 16}\n")
-    arguments = [
-        "train",
-        "digits-demo",
-        "--config",
-        str(tmp_path / "mine.yaml"),
-        "--training.batch-size",
-        "4",
-        "--dry-run",
-    ]
-    assert main(arguments) == 0
+    arguments = [argument.format(tmp_path / "mine.yaml") for argument in places]
+    assert main(["train", *arguments, "--training.batch-size", "4", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "  steps: 5\n" in printed
     assert "  batch_size: 4\n" in printed

@@ -40,20 +40,19 @@ class Train:
 
 def parse(arguments: list[str]) -> Train:
     """The preset, then the YAML file, then the flags: later ones win."""
-    preset = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    file = arguments[arguments.index("--config") + 1] if "--config" in arguments[:-1] else ""
-    if not preset and not file and not {"-h", "--help"} & set(arguments):
+    asked = [argument for argument in arguments if argument not in ("-h", "--help")]
+    first = _parsed(asked, Train(preset="", settings=RunConfig()))  # finds the preset and the file wherever they stand
+    if not first.preset and not first.config and asked == arguments:
         raise ValueError(f"preset: say which to train, one of {', '.join(PRESETS)}; or --config FILE")
-    settings = get_preset(preset) if preset else RunConfig()
-    if file:
-        settings = from_yaml(file, settings)
-    return tyro.cli(
-        Train,
-        args=arguments,
-        default=Train(preset=preset or Path(file).stem or "PRESET", settings=settings),
-        prog="scalelong train",
-        description=f"{__doc__}\nPresets: {', '.join(PRESETS)}",
-    )
+    settings = get_preset(first.preset) if first.preset else RunConfig()
+    if first.config:
+        settings = from_yaml(first.config, settings)
+    return _parsed(arguments, Train(preset=first.preset or Path(first.config).stem, settings=settings))
+
+
+def _parsed(arguments: list[str], default: Train) -> Train:
+    about = f"{__doc__}\nPresets: {', '.join(PRESETS)}"
+    return tyro.cli(Train, args=arguments, default=default, prog="scalelong train", description=about)
 
 
 def main(arguments: list[str]) -> None:
