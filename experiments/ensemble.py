@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from probe_loss import SEED
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,7 +31,7 @@ from scalelong.training import RunConfig
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.step import learning_rate
 
-FIXED_SEED, FIXED_COUNT = 1_000_003, 1024  # the images, times and noises of the final loss; no run's own seed
+FIXED_COUNT = 1024  # images, times and noises of the final loss
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _probe_batch(ensemble: Ensemble, size: int = 16) -> tuple[Tensor, Tensor]:
     """A fixed batch of noisy images and their times."""
     index, process = torch.arange(size), ensemble.objective.process
     images = to_float(ensemble.source.read_many(range(size)))
-    t, noise = draw_time_and_noise(process, FIXED_SEED, index, ensemble.source.shape)
+    t, noise = draw_time_and_noise(process, SEED, index, ensemble.source.shape)
     alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
     return alpha * images + sigma * noise, process.network_time(t).float()
 
@@ -208,6 +209,6 @@ def _fixed_loss(ensemble: Ensemble, chunk: int = 64) -> Tensor:
     for start in range(0, FIXED_COUNT, chunk):
         index = torch.arange(start, start + chunk)
         images = to_float(ensemble.source.read_many((index % len(ensemble.source)).tolist()))
-        t, noise = draw_time_and_noise(ensemble.objective.process, FIXED_SEED, index, ensemble.source.shape)
+        t, noise = draw_time_and_noise(ensemble.objective.process, SEED, index, ensemble.source.shape)
         found.append(ensemble.losses(ensemble.average, images, noise, t, dim=None))
     return torch.cat(found, dim=1).mean(1)

@@ -16,18 +16,18 @@ SEED = 1_000_003  # no run's own
 COUNT, CHUNK = 2048, 256
 
 
-def fixed_loss(folder: Path) -> float:
+def fixed_loss(folder: Path, split: str = "train") -> float:
     """Of the averaged weights; kept beside the run, so that it is computed once."""
-    kept = folder / "fixed_loss.json"
+    kept = folder / f"fixed_loss_{split}.json"
     if not kept.is_file():
-        kept.write_text(json.dumps({"loss": _fixed_loss(load_run(folder, device=_device()))}))
+        kept.write_text(json.dumps({"loss": _fixed_loss(load_run(folder, device=_device()), split)}))
     return float(json.loads(kept.read_text())["loss"])
 
 
 @torch.no_grad()
-def _fixed_loss(run: TrainedRun) -> float:
+def _fixed_loss(run: TrainedRun, split: str) -> float:
     config, device = run.config, _device()
-    source = load_source(config.data.name, image_size=config.data.image_size, root=config.data.root)
+    source = load_source(config.data.name, image_size=config.data.image_size, split=split, root=config.data.root)
     net, losses = as_network(run.model), []
     for start in range(0, COUNT, CHUNK):
         index = torch.arange(start, start + CHUNK)

@@ -41,7 +41,7 @@ class TextToEmoji(Options):
     seeds: tuple[int, ...] = (0,)
     methods: tuple[str, ...] = ("none", "cs:0.7", "ls")
     guidance: tuple[float, ...] = (1.0, 3.0)  # measured with each of these, drawn with the last
-    per_caption: int = 0  # images of each held-out caption; 0: 2 (cpu) or 8 (gpu)
+    per_caption: int = 0  # images of each held-out caption, two or more; 0: 2 (cpu) or 8 (gpu)
     probe_steps: int = 0  # 0: 300 (cpu) or 3000 (gpu)
 
 
@@ -59,6 +59,8 @@ class HeldOut:
 
 def main() -> None:
     options = tyro.cli(TextToEmoji, description=__doc__)
+    if options.per_caption == 1:
+        raise SystemExit("per_caption: must be at least 2, since two of each are shown")
     out = options.folder(NAME)
     base = text_config(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

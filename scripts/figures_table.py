@@ -25,6 +25,7 @@ FIGURES = (
     "fig13-amplify",
     "table4-direction",
 )
+VERDICTS = {True: "yes", False: "**no**", None: "not decided: one seed"}
 MEASURED = {
     "conditional-gpu": {
         "run": "run",
@@ -56,9 +57,7 @@ def claims_table(name: str) -> str:
             continue
         summary = json.loads(path.read_text())
         lines += [_origin(summary), "", "| the paper | measured | agrees |", "|---|---|---|"]
-        rows = [
-            (claim["paper"], claim["measured"], "yes" if claim["agrees"] else "**no**") for claim in summary["claims"]
-        ]
+        rows = [(claim["paper"], claim["measured"], VERDICTS[claim["agrees"]]) for claim in summary["claims"]]
         lines += [f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows]
         lines += ["", _picture(f"{name}-{scale}"), ""]
     return "\n".join(lines).strip()

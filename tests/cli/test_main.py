@@ -113,8 +113,8 @@ def test_the_same_images_at_any_batch_size(run, capsys) -> None:
     three, eight = (np.load(run / f"{size}.npz")["images"] for size in ("3", "8"))
     assert three.shape == (8, 8, 8, 1)
     assert np.abs(three.astype(int) - eight.astype(int)).max() <= 1
-    assert main(["sample", str(run), "--num", "2", "--first", "4", "--out", str(run / "later")]) == 0
-    later = np.load(run / "later.npz")["images"]
+    assert main(["sample", str(run), "--num", "2", "--first", "4", "--out", str(run / "seed0.5")]) == 0
+    later = np.load(run / "seed0.5.npz")["images"]
     assert np.abs(later.astype(int) - eight[4:6].astype(int)).max() <= 1
     assert Image.open(run / "8.png").width > 100
 

@@ -78,8 +78,10 @@ def main(arguments: list[str]) -> None:
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    save_grid(images[:256], out.with_suffix(".png"))
-    np.savez_compressed(out.with_suffix(".npz"), images=images.permute(0, 2, 3, 1).numpy(), **_told(condition, command))
+    save_grid(images[:256], out.with_name(f"{out.name}.png"))
+    np.savez_compressed(
+        out.with_name(f"{out.name}.npz"), images=images.permute(0, 2, 3, 1).numpy(), **_told(condition, command)
+    )
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")
 
 
