@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -117,6 +118,12 @@ def test_different_sizes_share_one_zeta_of_the_smallest_through_encoders_and_dec
     torch.testing.assert_close(scaling.coefficient(3, x), scaling.coefficient(2, x))
 
 
+def test_encoders_reduce_by_the_floor_of_a_quarter() -> None:
+    """N_i = 10: r_i = floor(10 / 4) = 2, hidden 5."""
+    gate = learned([SkipSize(channels=16), SkipSize(channels=10)]).gates[0]
+    assert gate.encoders["10"][0].out_features == gate.decoders["10"][0].out_features == 5
+
+
 def test_no_tensor_stands_twice_in_the_state_dict() -> None:
     tensors = learned(IMAGES).state_dict().values()
     assert len({t.data_ptr() for t in tensors}) == len(tensors)
@@ -130,6 +137,7 @@ def test_gates_start_near_one_half(module: str, shared: bool, activation: str) -
     for index, size in enumerate(IMAGES, start=1):
         kappa = scaling.coefficient(index, torch.randn(4, size.channels, 8, 8))
         assert ((kappa > 0.2) & (kappa < 0.8)).all()
+        assert kappa.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 def test_plain_learnable_coefficients_start_at_one_and_learn() -> None:
@@ -154,8 +162,47 @@ def test_current_is_the_mean_of_the_last_forward() -> None:
 def test_a_half_precision_skip_stays_half_precision() -> None:
     scaling = learned(IMAGES).double()
     assert scaling.coefficient(2, torch.randn(2, 32, 4, 4).double()).dtype == torch.float64
-    with torch.autocast("cpu", enabled=False):
-        assert learned(IMAGES).half()(2, torch.randn(2, 32, 4, 4).half()).dtype == torch.float16
+    skip = torch.randn(2, 32, 4, 4).half()
+    assert learned(IMAGES).half()(2, skip).dtype == torch.float16
+    for module in ("ie", "learnable"):  # in float32: their numbers would make the skip wider
+        assert learned(IMAGES, module=module)(2, skip).dtype == torch.float16
+
+
+def test_plain_learnable_coefficients_serve_any_number_of_tokens() -> None:
+    unknown = SkipSize(channels=12, tokens=None, channels_last=True)
+    for sizes in ([TOKENS], [unknown]):
+        scaling = learned(sizes, module="learnable")
+        for tokens in (32, 7):
+            skip = torch.randn(2, tokens, 12)
+            assert torch.equal(scaling(1, skip), skip)
+
+
+def test_transforms_of_torch_func_see_a_call_without_effects() -> None:
+    scaling = learned(IMAGES)
+    skip = torch.randn(3, 32, 4, 4)
+    scaling(2, skip)
+    before = scaling.current()
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(scaling, parameters, (2, x)).square().mean()
+
+    parameters = dict(scaling.named_parameters())
+    found = torch.func.grad(loss)(parameters, skip + 1)
+    loss(parameters, skip + 1).backward()
+    used = {name: gradient for name, gradient in found.items() if gradient.any()}
+    assert used
+    assert all(torch.allclose(gradient, parameters[name].grad, atol=1e-7) for name, gradient in used.items())
+    scaling(2, skip)
+    torch.vmap(lambda x: scaling(2, x[None]))(skip + 1)
+    assert str(scaling.current()) == str(before)  # nan is not equal to itself
+
+
+def test_a_copy_made_in_inference_mode_can_be_used_outside() -> None:
+    with torch.inference_mode():
+        scaling = copy.deepcopy(learned(IMAGES))
+    with torch.no_grad():
+        kappa = scaling.coefficient(2, torch.randn(2, 32, 4, 4))
+    assert scaling.current()[1] == pytest.approx(kappa.mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,7 @@ class Measured(Scaling):
 
     def forward(self, index: int, skip: Tensor) -> Tensor:
         changed = self.changed(index, skip)
-        norms = changed.detach().float().norm() / skip.detach().float().norm()
-        self.last_ratio[index - 1] = norms
+        self._note("last_ratio", index, changed.detach().float().norm() / skip.detach().float().norm())
         return changed
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002

@@ -106,6 +106,15 @@ class Scaling(nn.Module):
         """What a residual branch of a block adds."""
         return output
 
+    def _note(self, statistic: str, index: int, value: Tensor) -> None:
+        """Keep what was seen at skip i in a buffer, unless a transform of torch.func looks at a call without effects."""
+        if not torch.compiler.is_compiling():
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                return
+            if getattr(self, statistic).is_inference() and not torch.is_inference_mode_enabled():
+                setattr(self, statistic, getattr(self, statistic).clone())  # a copy made in inference mode
+        getattr(self, statistic)[index - 1] = value.detach()
+
     def current(self) -> list[float]:
         """kappa_i now: the constants, or the mean of what the gates gave on the last forward (nan before the first)."""
         raise NotImplementedError
@@ -162,7 +171,7 @@ class LearnedScaling(Scaling):
         pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
         turned = kept < batch
         gated: Tensor = self.gates[self.gate_of[index - 1]](pooled.t() if turned else pooled).to(skip.dtype)
-        self.last_mean[index - 1] = gated.detach().mean()
+        self._note("last_mean", index, gated.mean())
         shape = [skip.shape[d] if d in (batch, kept) else 1 for d in range(skip.ndim)]
         return (gated.t() if turned else gated).reshape(shape)
 
@@ -188,11 +197,11 @@ def learned_scaling(
     sizes: Sequence[SkipSize], shared: bool, reduction: int, module: str, activation: str, axis: str
 ) -> LearnedScaling:
     """LS with the gates that the options name."""
+    one_each = list(range(len(sizes)))
+    if module == "learnable":  # serves any number of tokens: it looks at none
+        return LearnedScaling(sizes, "channels", [LearnableKappa() for _ in sizes], one_each)
     chosen = _choose_axis(sizes, axis)
     gated = [_gated_size(size, chosen) for size in sizes]
-    one_each = list(range(len(sizes)))
-    if module == "learnable":
-        return LearnedScaling(sizes, chosen, [LearnableKappa() for _ in sizes], one_each)
     if module == "ie" and shared:
         distinct = sorted(set(gated))
         gates = [InstanceEnhance(size) for size in distinct]

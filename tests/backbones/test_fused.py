@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional as F
 
+from scalelong.backbones import uvit
 from scalelong.backbones.fused import drawing_type, linear_gelu
 
 
@@ -48,6 +50,21 @@ def test_on_a_gpu_it_follows_autocast_and_the_weights() -> None:
         exact, found = F.gelu(linear(wide)), linear_gelu(wide, linear, torch.bfloat16)
     assert found.dtype == torch.bfloat16
     assert (found - exact).abs().max() <= 6e-4 + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+
+
+def test_adapters_and_hooks_are_heard_when_drawing(monkeypatch) -> None:
+    """What stands in for the first layer, or hooks it, does its work; the plain layer takes the fused form."""
+    monkeypatch.setattr(uvit, "drawing_type", lambda _: torch.float32)
+    fused: list[nn.Module] = []
+    monkeypatch.setattr(uvit, "linear_gelu", lambda x, linear, _: fused.append(linear) or F.gelu(linear(x)))
+    mlp, x = uvit.Mlp(8, 16), torch.randn(2, 3, 8)
+    plain = mlp(x)
+    assert fused == [mlp.fc1]
+    mlp.fc1.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+    assert not torch.allclose(mlp(x), plain)
+    inject_adapter_in_model(LoraConfig(target_modules=["fc1"], init_lora_weights=False), mlp)
+    assert not torch.allclose(mlp(x), plain)
+    assert len(fused) == 1
 
 
 class _Fused(nn.Module):

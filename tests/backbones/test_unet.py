@@ -32,6 +32,18 @@ def test_presets_have_the_sizes_of_the_paper(name: str, parameters: int) -> None
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
+def test_the_cifar10_network_is_that_of_ddpm() -> None:
+    """What does not change the number of parameters: the order of sines, frequencies, epsilon, padding."""
+    with torch.device("meta"):
+        config = ddpm_cifar10().config
+    assert (config.flip_sin_to_cos, config.freq_shift, config.norm_eps, config.downsample_padding) == (
+        False,
+        1,
+        1e-6,
+        0,
+    )
+
+
 def test_network_of_an_unconditional_unet() -> None:
     model = ddpm_cifar10(**TINY).eval()
     x = randn(2, 3, 16, 16)

@@ -33,6 +33,14 @@ def test_the_formula_in_one_doubled_batch() -> None:
     assert net.batches == [6]
 
 
+def test_the_null_condition_goes_where_the_condition_is() -> None:
+    labels = torch.tensor([1, 2, 3], device="meta")
+    found = guided(Counting(), NULL, 2.5)(
+        torch.randn(3, 4, device="meta"), torch.ones(3, device="meta"), class_labels=labels
+    )
+    assert found.is_meta
+
+
 def test_scale_one_is_the_network_itself() -> None:
     net = Counting()
     assert guided(net, NULL, 1.0) is net

@@ -109,6 +109,13 @@ def test_values_that_are_not_finite_are_passed_over(tmp_path) -> None:
     assert "No record holds a finite gradient norm" in about(found, "gradients").text
 
 
+def test_a_run_that_stands_still_is_told(tmp_path) -> None:
+    still = diagnose(write_run(tmp_path / "run", calm(loss=0.0, gradient_norm=0.0, gradient_norm_max=0.0), []))
+    assert "The loss stayed at 0 " in about(still, "course").text
+    assert about(still, "course").alarming
+    assert "Gradients are exactly zero in at least half of the" in about(still, "gradients").text
+
+
 def test_json_holds_the_numbers_and_no_run_is_refused(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "run", calm(), probes(0.2))
     assert main(["diagnose", str(run), "--json"]) == 0

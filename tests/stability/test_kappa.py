@@ -9,9 +9,10 @@ from scalelong.backbones import UViT, UViTConfig
 from scalelong.cli.kappa import Kappa, count_skips
 from scalelong.cli.main import main
 from scalelong.data import MemorySource, load_source
-from scalelong.diffusion import DDPM, EDM, VPSDE
+from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, draw_time_and_noise
 from scalelong.skips.auto import USUAL_KAPPA, kappa_for_sum, sum_of_squares
 from scalelong.stability import Recommendation, recommend_kappa
+from scalelong.stability.kappa import _Values, sampled_ratios
 from scalelong.training import get_preset
 
 
@@ -47,6 +48,25 @@ def test_ratio_is_that_of_the_formula() -> None:
     assert 3 < found.tail_ratio < 5
     assert found.ratios == tuple(sorted(found.ratios))
     assert len(found.ratios) == found.samples == 4000
+
+
+def test_the_tail_is_the_97th_percentile() -> None:
+    found = recommend(images(0.5), samples=1000)
+    assert found.tail_ratio == pytest.approx(torch.tensor(found.ratios).quantile(0.97).item(), rel=1e-3)
+
+
+def test_inputs_are_scaled_as_the_network_gets_them() -> None:
+    """EDM feeds x_t / sqrt(sigma^2 + sigma_data^2): of data with that deviation its norm is about sqrt(m) at every sigma."""
+    process = EDM()
+    data = process.sigma_data * torch.randn(64, 2000, generator=torch.Generator().manual_seed(0))
+    objective = Objective(process)
+    t, noise = draw_time_and_noise(process, 0, torch.arange(200), (2000,))
+    alpha, sigma = (value.double()[:, None] for value in process.marginal(t))
+    x0 = _Values(data, 0).rows(torch.arange(200))
+    p, q = objective.target_weights(alpha, sigma)
+    expected = (p * x0 + q * noise.double()).square().sum(1) / 2000
+    found = sampled_ratios(_Values(data, 0), objective, 200, seed=0)
+    torch.testing.assert_close(found, expected.sort().values, rtol=0.15, atol=0)
 
 
 def test_the_interval_means_what_it_says() -> None:

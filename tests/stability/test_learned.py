@@ -41,6 +41,7 @@ def test_a_free_factor_fits_what_the_plain_curve_cannot() -> None:
 
 def test_coefficients_are_those_of_each_noise_by_itself() -> None:
     model = gated().train()
+    model.norm.eval()  # somebody froze it
     found = learned_coefficients(as_network(model), model, (3, 8, 8), 999.0, count=5)
     assert found.shape == (5, 3)
     assert bool(((found > 0) & (found < 1)).all())
@@ -48,6 +49,7 @@ def test_coefficients_are_those_of_each_noise_by_itself() -> None:
     again = learned_coefficients(as_network(model), model, (3, 8, 8), 999.0, count=2)
     assert torch.equal(found[:2], again)
     assert model.training
+    assert not model.norm.training
     with torch.no_grad():
         for parameter in scaling_of(model).parameters():
             parameter.zero_()

@@ -137,10 +137,16 @@ def test_an_unknown_model_gives_the_entries_of_its_lists() -> None:
 
 def test_what_the_gates_gave_in_training_survives_a_measurement() -> None:
     model = uvit()
-    scalelong.apply(model, "ls", reduction=2)
+    scalelong.apply(
+        model, "ls", reduction=2, activation="elu"
+    )  # never flat, so that another batch gives another number
+    zeros = (torch.zeros_like(BATCH[0]), BATCH[1])
+    model(*zeros)
+    there = scalelong.coefficients(model)
     model(*BATCH)
     before = scalelong.coefficients(model)
-    probe = OscillationProbe(model, (torch.zeros_like(BATCH[0]), BATCH[1]), every=1)
+    assert before != there
+    probe = OscillationProbe(model, zeros, every=1)
     probe.step()
     assert scalelong.coefficients(model) == before
 

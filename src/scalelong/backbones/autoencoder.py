@@ -116,10 +116,22 @@ def load_autoencoder(
     )
 
 
+_ARCHITECTURE = (
+    "in_channels",
+    "out_channels",
+    "down_block_types",
+    "up_block_types",
+    "block_out_channels",
+    "layers_per_block",
+    "latent_channels",
+    "norm_num_groups",
+    "act_fn",
+)
+
+
 def autoencoder_digest(model: Any) -> str:
     """sha256 of the architecture and the weights: equal wherever the files lie and whatever wrote them."""
-    kept = ("in_channels", "out_channels", "block_out_channels", "layers_per_block", "latent_channels", "act_fn")
-    described = {key: model.config[key] for key in kept}
+    described = {key: model.config[key] for key in _ARCHITECTURE}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())

@@ -30,6 +30,11 @@ def drawing_type(x: Tensor) -> torch.dtype | None:
     return chosen if chosen in (torch.bfloat16, torch.float16) else None
 
 
+def is_plain(linear: nn.Module) -> bool:
+    """Whether its weight and bias are all that a linear layer does: no adapter stands in for it, nothing hooks it."""
+    return type(linear) is nn.Linear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
 def linear_gelu(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
     """gelu(linear(x)) in `dtype`, in one kernel where the device has one."""
     found: Tensor = _linear_gelu(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scalelong.backbones.fused import drawing_type, linear_gelu
+from scalelong.backbones.fused import drawing_type, is_plain, linear_gelu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = drawing_type(x)
+        dtype = drawing_type(x) if is_plain(self.fc1) else None
         hidden = F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
         mixed: Tensor = self.fc2(hidden)
         return mixed

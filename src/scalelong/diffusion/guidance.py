@@ -31,7 +31,7 @@ def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
 
 
 def _like(null: Tensor, value: Tensor) -> Tensor:
-    return null.to(value.dtype).expand(value.shape)
+    return null.to(value).expand(value.shape)
 
 
 @dataclass(frozen=True)

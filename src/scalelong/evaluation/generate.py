@@ -62,7 +62,7 @@ def generate_batches(
     autocast = torch.autocast(where.type, _AUTOCAST[precision], enabled=precision != "fp32")
 
     def make(index: Tensor) -> Tensor:
-        with _evaluating(module), autocast:
+        with evaluating(module), autocast:
             given = condition(index) if condition else {}
             return sample(objective, net, (seed, index, shape), sampler=sampler, steps=steps, **options, **given)
 
@@ -130,7 +130,7 @@ def _device_of(module: nn.Module | None) -> torch.device:
 
 
 @contextmanager
-def _evaluating(module: nn.Module | None) -> Iterator[None]:
+def evaluating(module: nn.Module | None) -> Iterator[None]:
     """Dropout and the like are off inside; afterwards every module is as it was."""
     training = [part for part in module.modules() if part.training] if module is not None else []
     for part in training:

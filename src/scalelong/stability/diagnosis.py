@@ -59,15 +59,13 @@ def _course(train: Sequence[Record], config: RunConfig) -> list[Sentence]:
     count = max(1, int(len(losses) * SHARE))
     first, last = mean(losses[:count]), mean(losses[-count:])
     step, wanted = train[-1]["step"], config.training.steps
-    found = [
-        Sentence(
-            "course",
-            f"The loss {'fell' if last < first else 'rose'} from {first:.4g} to {last:.4g} (means of the first and last "
-            f"fifth of {len(losses)} records).",
-            last / first,
-            last >= first and len(losses) > 1,
-        )
-    ]
+    went = f"{'fell' if last < first else 'rose'} from {first:.4g} to {last:.4g}"
+    text = (
+        f"The loss {f'stayed at {last:.4g}' if last == first else went} (means of the first and last fifth of "
+        f"{len(losses)} records)."
+    )
+    change = last / first if first else math.copysign(math.inf, last) if last else 1.0
+    found = [Sentence("course", text, change, last >= first and len(losses) > 1)]
     if step < wanted:
         found.append(
             Sentence("course", f"It stands at step {step} of {wanted}; the same command goes on.", step / wanted)
@@ -110,6 +108,9 @@ def _gradients(train: Sequence[Record], probe: Sequence[Record], config: RunConf
     if not norms or not peaks:
         return [Sentence("gradients", f"No record holds a finite gradient norm ({len(after)} records).", 0.0, True)]
     usual = median(norms)
+    if not usual:
+        text = f"Gradients are exactly zero in at least half of the {len(norms)} records: nothing is learnt there."
+        return [Sentence("gradients", text, 0.0, True)]
     spikes = [(step, peak) for step, peak in zip(steps, peaks, strict=True) if peak > SPIKES * usual]
     at, largest = max(zip(steps, peaks, strict=True), key=lambda pair: pair[1])
     if spikes:

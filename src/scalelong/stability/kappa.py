@@ -155,7 +155,7 @@ class _Values:
         else:
             drawn = self.data[sample_to_item(self.seed, len(self.data), index)]
             values = to_float(drawn) if drawn.dtype == torch.uint8 else drawn
-        return values.flatten(1).double() * self.scale + self.shift
+        return values.cpu().flatten(1).double() * self.scale + self.shift
 
 
 def _shown(interval: tuple[float, float]) -> str:

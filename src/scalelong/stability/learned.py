@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from scalelong.evaluation.generate import evaluating
 from scalelong.random import normal
 from scalelong.scaling import constant_coefficients
 from scalelong.skips import coefficients
@@ -46,15 +47,11 @@ def learned_coefficients(
         raise ValueError(f"count: must be at least 1, got {count}; the paper draws {COUNT}")
     device = next(model.parameters()).device
     noises = normal(seed, "learned", torch.arange(count, device=device), shape)
-    training = model.training
     rows = []
-    try:
-        model.eval()
+    with evaluating(model):
         for noise in noises:
             network(noise[None], torch.full((1,), time, device=device))
             rows.append(coefficients(model))
-    finally:
-        model.train(training)
     return torch.tensor(rows)
 
 
