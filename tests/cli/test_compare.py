@@ -1,12 +1,18 @@
 """scalelong compare, as it is typed."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import PartialState
 
 from scalelong.cli import compare
 from scalelong.cli.main import main
+from scalelong.training import read_events
 from tests.report.runs import write_run
 from tests.training.tiny import losses, tiny
 
@@ -79,3 +85,30 @@ def test_a_preset_is_trained_where_missing_and_then_compared(
     assert losses(folder)[:4] == first
     assert len(losses(folder)) == 6
     assert "Mean ± sd over 2 seeds" in capsys.readouterr().out
+
+
+def test_processes_are_joined_as_the_trainer_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, bool]] = []
+
+    def join(**options: bool) -> PartialState:
+        asked.append(options)
+        return PartialState(**options)
+
+    monkeypatch.setattr(compare, "PartialState", join)
+    assert main(["compare", str(write_run(tmp_path / "a"))]) == 0
+    assert asked == [{"cpu": not torch.cuda.is_available()}]
+
+
+@pytest.mark.slow
+def test_ranks_train_together_and_one_of_them_reports(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--preset", "digits-demo", "--methods", "none", "--seeds", "0", "--steps", "2", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*launch, "-m", "scalelong.cli.main", "compare", *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training time") == 1
+    records, _ = read_events(tmp_path / "none-seed0")
+    assert [record["ranks"] for record in records if record["kind"] == "start"] == [2]

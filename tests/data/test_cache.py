@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scalelong.data.cache import Expected, bad_files, cache_dir, staged
+from scalelong.data.cache import Expected, bad_files, cache_dir, staged, written_whole
 
 
 def test_cache_folder_is_asked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +60,32 @@ def test_remains_of_a_killed_fetch_go_after_a_day(tmp_path: Path) -> None:
     long_ago = time.time() - 3 * 24 * 3600
     os.utime(old, (long_ago, long_ago))
     with staged(tmp_path / "set"):
+        pass
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_file_appears_whole_and_a_blow_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file [1]"
+    with written_whole(path) as first, written_whole(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+        assert not path.exists()
+    assert path.read_bytes() == b"first"  # which ended last
+    with pytest.raises(KeyboardInterrupt), written_whole(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_remains_of_a_killed_writer_go_after_a_day(tmp_path: Path) -> None:
+    old, young = tmp_path / ".file [1]-staging-old", tmp_path / ".file [1]-staging-young"
+    for file in (old, young):
+        file.touch()
+    long_ago = time.time() - 3 * 24 * 3600
+    os.utime(old, (long_ago, long_ago))
+    with written_whole(tmp_path / "file [1]"):
         pass
     assert not old.exists()
     assert young.exists()

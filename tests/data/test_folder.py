@@ -79,6 +79,10 @@ def test_fingerprint_is_the_contents_not_the_place(tmp_path: Path) -> None:
     first, second = (FolderSource(tmp_path / name, 8).fingerprint for name in ("one", "two"))
     assert first == second
     assert FolderSource(tmp_path / "one", 4).fingerprint != first
+    content = bytearray((tmp_path / "two" / "b.png").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "two" / "b.png").write_bytes(content)  # another picture of the same size
+    assert FolderSource(tmp_path / "two", 8).fingerprint != first
     save(tmp_path / "two" / "b.png", 9, 9, seed=1)
     assert FolderSource(tmp_path / "two", 8).fingerprint != first
 

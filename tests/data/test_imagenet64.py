@@ -69,6 +69,16 @@ def test_a_compressed_batch_is_unpacked_once_and_the_loaders_agree(batches: Path
     assert torch.equal(streamed.images, resident.images)
 
 
+def test_a_batch_written_column_by_column_is_the_same(batches: Path, tmp_path: Path) -> None:
+    turned = tmp_path / "turned"
+    turned.mkdir()
+    for number in (1, 2, 10):
+        write(turned, f"train_data_batch_{number}.npz", number, data=np.asfortranarray(noise(number, ROWS, 12288)))
+    source, expected = (load_source(f"imagenet64:{folder}") for folder in (turned, batches))
+    assert torch.equal(source.read_many(range(15)), expected.read_many(range(15)))
+    assert source.fingerprint == expected.fingerprint
+
+
 def test_bad_batches_are_refused_by_name(batches: Path) -> None:
     def refused(match: str) -> None:
         with pytest.raises(DataError, match=match):

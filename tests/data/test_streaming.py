@@ -73,6 +73,17 @@ def test_streams_without_light_columns_need_a_number_of_rows(parquet: Path, tmp_
         load_source(f"hf-stream:{parquet}#many")
 
 
+@pytest.mark.parametrize(("column", "what"), [("label", "label"), ("text", "caption")])
+def test_rows_without_a_label_or_a_caption_are_named(tmp_path: Path, column: str, what: str) -> None:
+    rows = table(4, text=[f"picture {number}" for number in range(4)])
+    features = rows.features
+    cells = [None if number == 2 else cell for number, cell in enumerate(rows[column])]
+    rows = rows.remove_columns(column).add_column(column, cells, feature=features[column])
+    rows.to_parquet(str(tmp_path / "train.parquet"))
+    with pytest.raises(DataError, match=rf"row 2: column '{column}' has no {what}; filter such rows out"):
+        load_source(f"hf-stream:{tmp_path}")
+
+
 def test_threads_may_read_a_stream_and_a_copy_of_it(parquet: Path) -> None:
     source = pickle.loads(pickle.dumps(StreamedSource(str(parquet), window=3)))
     images = load_images(source)

@@ -67,6 +67,22 @@ def test_the_file_depends_on_captions_tokens_and_weights_not_on_the_place(bert, 
     assert len({name.split("-")[-1], *(other.name.split("-")[-1] for other in others)}) == 4
 
 
+def test_two_at_the_same_captions_do_not_meet(bert, tmp_path, monkeypatch) -> None:
+    alone = encode_text(CAPTIONS, str(bert), 6, root=tmp_path / "alone").rows
+    batches, begun = TextEncoder.batches, []
+
+    def interrupted(encoder, texts, batch_size=64):
+        yield from batches(encoder, texts, batch_size)
+        if texts == CAPTIONS and not begun:
+            begun.append(True)
+            encode_text(CAPTIONS, str(bert), 6, root=tmp_path / "both")
+
+    monkeypatch.setattr(TextEncoder, "batches", interrupted)
+    assert torch.equal(encode_text(CAPTIONS, str(bert), 6, root=tmp_path / "both").rows, alone)
+    assert begun
+    assert len(list((tmp_path / "both" / "text").iterdir())) == 1
+
+
 def test_a_file_cut_short_is_refused_by_name(bert, tmp_path) -> None:
     encode_text(CAPTIONS, str(bert), 6, root=tmp_path)
     path = feature_file(CAPTIONS, str(bert), 6, tmp_path)

@@ -107,6 +107,7 @@ def test_a_shard_cut_short_after_indexing_is_refused(shards: Path, tmp_path: Pat
         ({"a.png": png(1), "a.cls": b"cat"}, "the class must be a whole number from 0, got 'cat'"),
         ({"a.png": png(1), "a.cls": b"-1"}, "the class must be a whole number from 0"),
         ({"a.txt": b"hello"}, "sample 'a' has no picture"),
+        ({"x/a.png": png(1), "x/a.mask.png": png(2)}, r"sample 'x/a' has a second picture, x/a\.mask\.png"),
         ({"a.png": png(1), "a.json": b"{"}, "is not JSON"),
         ({}, "holds no samples"),
     ],

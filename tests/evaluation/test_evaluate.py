@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,27 @@ def test_kid_on_request() -> None:
     assert result.kid is not None
     want = kernel_distance(extractor(made), real, subset_size=50, subsets=4, seed=3)
     assert result.kid.mean == pytest.approx(want.mean, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kid_subset_size": 60}, r"kid_subset_size: must be in 2 \.\. 50 .*, got 60"),
+        ({"kid_subset_size": 40, "total": 30}, r"kid_subset_size: must be in 2 \.\. 30 .*, got 40"),
+        ({"kid_subset_size": 20, "kid_subsets": 0}, "kid_subsets: must be at least 1"),
+        ({"kid_reference": torch.rand(50, 3)}, r"kid_reference: must be \(n, 16\)"),
+    ],
+)
+def test_what_kid_cannot_do_is_refused_before_any_work(options: dict[str, Any], why: str) -> None:
+    extractor = RandomConvFeatures(channels=4)
+    reference = FeatureStatistics.from_features(
+        torch.rand(40, 16), extractor=extractor.name, extractor_hash=extractor.hash
+    )
+    drawn: list[torch.Tensor] = []
+    batches = (drawn.append(batch) or batch for batch in [images(30, channels=1, size=8)])  # type: ignore[func-returns-value]
+    with pytest.raises(ValueError, match=why):
+        evaluate_images(batches, reference, extractor, **{"kid_reference": torch.rand(50, 16)} | options)
+    assert drawn == []
 
 
 def test_json_and_frozen() -> None:

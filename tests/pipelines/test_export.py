@@ -121,6 +121,10 @@ def test_classes_and_guidance_go_along(tmp_path: Path, interval: tuple[float, fl
         expected = reference(run, net, pipe.scheduler, noise, class_labels=labels)
     drawn = pipe(class_labels=["4", 0, 9], latents=noise, num_inference_steps=STEPS, output_type="latent").images
     torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-3)
+    many = noise_of(run, 12)
+    in_turn = pipe(latents=many, num_inference_steps=1, output_type="latent").images
+    chosen = pipe(class_labels=[*range(10), 0, 1], latents=many, num_inference_steps=1, output_type="latent").images
+    assert torch.equal(in_turn, chosen)
     with pytest.raises(ValueError, match=r"there is no 10; give 0 \.\. 9 or a class name"):
         pipe(class_labels=[10])
     with pytest.raises(ValueError, match="is not told texts"):
@@ -140,6 +144,18 @@ def test_texts_go_along_with_their_encoder(tmp_path: Path, network: dict[str, An
     prompts = ["red apple", "green flag"]
     drawn = pipe(prompt=prompts, guidance_scale=2.0, latents=noise, num_inference_steps=STEPS, output_type="latent")
     torch.testing.assert_close(drawn.images, expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_a_model_that_was_always_told_is_not_guided(tmp_path: Path, kind: str) -> None:
+    changes = setting(kind, tmp_path) | {"condition_drop": 0.0, "model_patch_size": 4}
+    run = trained(tmp_path / "run", **changes)
+    _, pipe = exported(run, tmp_path / "pipe")
+    assert len(pipe(batch_size=2, num_inference_steps=1, output_type="latent").images) == 2
+    with pytest.raises(
+        ValueError, match=r"guidance_scale: 2\.0, but this model knows no null condition; leave it at 1"
+    ):
+        pipe(batch_size=2, guidance_scale=2.0)
 
 
 def test_latents_are_decoded_by_their_autoencoder(tmp_path: Path) -> None:

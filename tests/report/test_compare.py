@@ -87,6 +87,17 @@ def test_the_losses_of_single_seeds_are_paired_step_by_step(tmp_path: Path) -> N
     assert not comparison.loss_difference(ls, none).clear  # another seed: it is not
 
 
+def test_one_seed_against_several_counts_all_of_them_and_tells_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", 0, losses=[0.5] * 10)
+    write_run(tmp_path / "b", "none", 1, losses=[0.3] * 10)
+    write_run(tmp_path / "c", "cs", 0, losses=[0.49] * 10)
+    none, cs = (comparison := compare(tmp_path)).groups
+    difference = comparison.loss_difference(cs, none)
+    assert difference.value == pytest.approx(0.09)  # of seed 0 alone it is -0.01
+    assert math.isnan(difference.standard_error)
+    assert not difference.clear
+
+
 def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 9.5), (40, 9.0)])
     write_run(tmp_path / "b", "cs", diffusion_prediction="x0", evaluations=[(40, 8.0)])
@@ -136,6 +147,17 @@ def test_qualities_compare_only_within_one_protocol(tmp_path: Path) -> None:
     plain = Metric("FID", 10_000, "inception")
     assert [quality_series(run, plain) for run in runs] == [([20, 40], [32.0, 20.0]), ([], []), ([], [])]
     assert Metric("FD(mine)", 10, "mine").protocol == "10 images"
+
+
+def test_precisions_are_not_averaged_and_old_records_are_of_fp32(tmp_path: Path) -> None:
+    drawn = {"sampler": "ddim", "sampler_steps": 5}
+    write_run(tmp_path / "old", evaluations=[(40, 9.0)], metric=drawn)
+    write_run(tmp_path / "new", "cs", evaluations=[(40, 8.0)], metric=drawn | {"precision": "fp32"})
+    write_run(tmp_path / "half", "ls", evaluations=[(40, 7.0)], metric=drawn | {"precision": "bf16"})
+    runs = read_runs([tmp_path])[0]
+    assert [metric.sampler for metric in metrics_of(runs)] == ["ddim 5 steps", "ddim 5 steps, bf16"]
+    plain = metrics_of(runs)[0]
+    assert {run.folder.name: quality_series(run, plain)[1] for run in runs} == {"old": [9.0], "new": [8.0], "half": []}
 
 
 def test_no_runs_are_refused() -> None:

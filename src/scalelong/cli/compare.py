@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import tyro
 from accelerate import PartialState
 
@@ -45,9 +46,10 @@ class Compare:
 def main(arguments: list[str]) -> None:
     """Train what is missing, then compare."""
     command = tyro.cli(Compare, args=arguments, prog="scalelong compare", description=__doc__)
-    trained = _train_missing(command) if command.preset else []
+    ranks = PartialState(cpu=not torch.cuda.is_available())  # as the trainer does: the first one decides for all
+    trained = _train_missing(command, ranks) if command.preset else []
     folders: list[str | Path] = [*command.runs, *trained]
-    if not PartialState().is_main_process:
+    if not ranks.is_main_process:
         return
     if not folders:
         raise ValueError("runs: none given; name folders of runs, or say --preset to train some")
@@ -85,12 +87,12 @@ def _kappa(name: str, text: str) -> float:
         raise ValueError(f"methods: {name!r} has no number after the colon; write for example cs:0.5") from None
 
 
-def _train_missing(command: Compare) -> list[Path]:
+def _train_missing(command: Compare, ranks: PartialState) -> list[Path]:
     """One run after the other, so that their seconds compare."""
     out = Path(command.out or f"runs/compare-{command.preset}")
     configs = configurations(command)
     for position, (name, config) in enumerate(configs.items(), 1):
-        if PartialState().is_main_process:
+        if ranks.is_main_process:
             print(f"run {position} of {len(configs)}: {name}", file=sys.stderr)
         trainer = Trainer(config, out / name)
         trainer.observers.append(oscillation_probe(trainer, every=config.training.log_every))

@@ -84,7 +84,7 @@ def comparison_table(runs: list[RunSeries]) -> str:
 
 
 def _train_all(configs: dict[str, RunConfig], out: Path) -> None:
-    """Two runs at a time, a core each, with a bar for each read from what the runs write."""
+    """As many runs at a time as there are cores, with a bar for each read from what the runs write."""
     cores = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cores, mp_context=context) as pool:

@@ -17,6 +17,8 @@ from scalelong.data.order import sample_to_item
 
 Shape = tuple[int, int, int]
 
+_SAMPLED = 64  # items whose contents enter a fingerprint where reading all would take too long
+
 
 class Source(ABC):
     """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order."""
@@ -133,6 +135,11 @@ def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tenso
             f"({len(bad)} such item(s)); correct or remove them"
         )
     return labels
+
+
+def sampled_items(count: int) -> list[int]:
+    """Evenly spaced items of 0 .. count - 1, the first and the last among them: those that a fingerprint reads."""
+    return torch.linspace(0, count - 1, min(count, _SAMPLED)).long().tolist()
 
 
 def update_with_annotations(digest: hashlib._Hash, labels: Tensor | None, captions: list[str] | None) -> None:

@@ -1,18 +1,20 @@
-"""Where fetched data lives, and how a folder comes to be there: whole and verified, or not at all."""
+"""Where fetched data lives, and how a folder or a file comes to be there: whole, or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from scalelong.data.errors import Kind
 
@@ -81,6 +83,23 @@ def _problem_of(path: Path, want: Expected, algorithm: str) -> tuple[Kind, str] 
 
 
 @contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which gets its name once it is whole; processes that write the same one do not meet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}-staging-"
+    _remove_stale(path.parent, prefix)
+    stage = path.with_name(prefix + secrets.token_hex(4))
+    try:
+        with stage.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        stage.replace(path)
+    finally:
+        stage.unlink(missing_ok=True)
+
+
+@contextmanager
 def staged(home: Path) -> Iterator[tuple[Path, Path]]:
     """Two empty folders, files and scratch; on success `files` becomes `home`, and nothing else stays in any case."""
     home.parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +136,13 @@ def _flush(folder: Path) -> None:
 
 
 def _remove_stale(parent: Path, prefix: str) -> None:
-    """Staging folders of processes that were killed outright more than a day ago."""
-    for path in parent.glob(prefix + "*"):
-        if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-            logger.info("removing the remains of an interrupted fetch: %s", path)
-            shutil.rmtree(path, ignore_errors=True)
+    """What processes left that were killed outright more than a day ago."""
+    for path in parent.glob(escape(prefix) + "*"):
+        with suppress(FileNotFoundError):  # another process may just have finished
+            if time.time() - path.stat().st_mtime <= _STALE_SECONDS:
+                continue
+            logger.info("removing what an interrupted process left: %s", path)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import checked_labels, update_with_annotations
+from scalelong.data.base import checked_labels, sampled_items, update_with_annotations
 from scalelong.data.errors import DataError
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import open_rgb
@@ -20,7 +20,6 @@ from scalelong.data.pictures import PictureSource
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "category")
 _CAPTION_NAMES = ("caption", "captions", "text", "prompt", "sentence", "sentences")
-_SAMPLED_ROWS = 64  # rows whose pixels enter the fingerprint
 
 
 class HuggingFaceSource(PictureSource):
@@ -57,7 +56,7 @@ class HuggingFaceSource(PictureSource):
     def _digest(self) -> str:
         """Over the number of rows, labels, captions, and the encoded images of evenly spaced rows."""
         digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        for item in torch.linspace(0, len(self) - 1, min(len(self), _SAMPLED_ROWS)).long().tolist():
+        for item in sampled_items(len(self)):
             cell = self._cell(item) or {}
             digest.update(cell.get("bytes") or str(cell.get("path")).encode())
         update_with_annotations(digest, self.labels, self.captions)
@@ -171,12 +170,16 @@ def _labels(rows: Any, where: str) -> tuple[Tensor | None, list[str]]:
     column, names = label_column(rows)
     if column is None:
         return None, []
-    cells = list(rows[column])
-    if None in cells:
-        raise DataError(f"{where} row {cells.index(None)}: column {column!r} has no label; filter such rows out")
-    labels = torch.tensor(cells, dtype=torch.int64)
+    labels = torch.tensor(filled(list(rows[column]), column, "label", where), dtype=torch.int64)
     names = names or [str(k) for k in range(int(labels.max()) + 1)]
     return checked_labels(labels, len(names), f"{where} column {column!r}"), names
+
+
+def filled(cells: list[Any], column: str, what: str, where: str) -> list[Any]:
+    """The cells of a column, refused where one is empty."""
+    if None in cells:
+        raise DataError(f"{where} row {cells.index(None)}: column {column!r} has no {what}; filter such rows out")
+    return cells
 
 
 def _captions(rows: Any, image_column: str) -> list[str] | None:

@@ -6,10 +6,8 @@ Shapes: `data` is (n, 3 * 64 * 64) uint8, planes of red, green and blue; `labels
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import Source
-from scalelong.data.cache import cache_dir
+from scalelong.data.base import Source, sampled_items
+from scalelong.data.cache import cache_dir, written_whole
 from scalelong.data.errors import DataError
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import fit, to_tensor
@@ -30,7 +28,6 @@ SIZE = 64
 CLASSES = 1000
 CLASS_TABLE = "map_clsloc.txt"
 PATTERNS = {"train": "*train_data_batch_*.npz", "val": "*val_data*.npz"}
-_SAMPLED_ROWS = 64  # rows whose pixels enter the fingerprint
 
 Array = np.ndarray[Any, Any]
 
@@ -91,8 +88,7 @@ class ImageNet64Source(Source):
     def _digest(self) -> str:
         """Over the number of images, all labels, and the pixels of evenly spaced images."""
         digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        rows = torch.linspace(0, len(self) - 1, min(len(self), _SAMPLED_ROWS)).long().tolist()
-        digest.update(self.read_many(rows).numpy().tobytes())
+        digest.update(self.read_many(sampled_items(len(self))).numpy().tobytes())
         assert self.labels is not None
         digest.update(self.labels.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
@@ -124,15 +120,17 @@ def _mapped(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, file: Path, cache:
             read_header = (
                 np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             )
-            shape, _, dtype = read_header(member)
+            shape, by_columns, dtype = read_header(member)
             header = member.tell()
         if header + int(np.prod(shape)) * dtype.itemsize != entry.file_size:
             raise ValueError(f"data claims {shape} {dtype}, which its {entry.file_size} bytes are not")
-        return np.memmap(file, dtype=dtype, mode="r", offset=_start_of(file, entry) + header, shape=shape)
+        start = _start_of(file, entry) + header
+        return np.memmap(file, dtype=dtype, mode="r", offset=start, shape=shape, order="F" if by_columns else "C")
     key = hashlib.sha256(f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}".encode()).hexdigest()[:16]
     unpacked = cache / f"{file.stem}-{key}.npy"
     if not unpacked.is_file():
-        _unpack(archive, entry, unpacked)
+        with written_whole(unpacked) as out, archive.open(entry) as member:  # which verifies the checksum
+            shutil.copyfileobj(member, out, 1 << 20)
     mapped: Array = np.load(unpacked, mmap_mode="r", allow_pickle=False)
     return mapped
 
@@ -143,18 +141,6 @@ def _start_of(file: Path, entry: zipfile.ZipInfo) -> int:
         stream.seek(entry.header_offset + 26)
         lengths = stream.read(4)
     return entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-
-
-def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, target: Path) -> None:
-    """One member as a file, whole or not at all; its checksum is verified on the way."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, staged = tempfile.mkstemp(dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as out, archive.open(entry) as member:
-            shutil.copyfileobj(member, out, 1 << 20)
-        Path(staged).replace(target)
-    finally:
-        Path(staged).unlink(missing_ok=True)
 
 
 def _labels(file: Path, count: int) -> Tensor:

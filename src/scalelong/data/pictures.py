@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import Shape, Source, update_with_annotations
+from scalelong.data.base import Shape, Source, sampled_items, update_with_annotations
 from scalelong.data.errors import DataError
 from scalelong.data.images import fit, open_rgb, to_tensor
 
@@ -79,9 +79,11 @@ class FileSource(PictureSource):
         return self.shape
 
     def _digest(self) -> str:
-        """Over the form, each file's name and size, and the annotations."""
+        """Over the form, each file's name and size, the bytes of evenly spaced files, and the annotations."""
         digest = hashlib.sha256(repr(self._form()).encode())
         for name in self.files:
             digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
+        for item in sampled_items(len(self)):
+            digest.update((self.folder / self.files[item]).read_bytes())
         update_with_annotations(digest, self.caption_counts if self.labels is None else self.labels, self.captions)
         return digest.hexdigest()

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from scalelong.data.base import checked_labels, update_with_annotations
 from scalelong.data.errors import DataError
-from scalelong.data.huggingface import caption_column, cell_image, image_column, label_column, library, open_stream
+from scalelong.data.huggingface import (
+    caption_column,
+    cell_image,
+    filled,
+    image_column,
+    label_column,
+    library,
+    open_stream,
+)
 from scalelong.data.pictures import PictureSource
 from scalelong.random import random_bits
 
@@ -98,8 +106,9 @@ class StreamedSource(PictureSource):
         columns = [name for name in (label, caption) if name is not None]
         table = list(islice(stream.select_columns(columns), rows)) if columns else []
         self._count = len(table) if columns else rows or _rows_known(stream, split, self.name)
-        self.captions = [str(row[caption]) for row in table] if caption else None
-        labels = torch.tensor([row[label] for row in table], dtype=torch.int64) if label else None
+        self.captions = filled([row[caption] for row in table], caption, "caption", self.name) if caption else None
+        found = filled([row[label] for row in table], label, "label", self.name) if label else None
+        labels = None if found is None else torch.tensor(found, dtype=torch.int64)
         self.class_names = names or ([] if labels is None else [str(k) for k in range(int(labels.max()) + 1)])
         self.num_classes = len(self.class_names)
         self.labels = checked_labels(labels, self.num_classes, self.name)

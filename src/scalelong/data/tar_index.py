@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tarfile
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from scalelong.data.cache import written_whole
 from scalelong.data.errors import DataError
 from scalelong.data.images import EXTENSIONS
 
-_VERSION = 1
+_VERSION = 2
 _TEXTS = frozenset({"txt", "text", "caption"})
 _BLOCK = 512
 
@@ -51,16 +50,9 @@ def tar_index(shard: Path, cache: Path) -> TarIndex:
     if kept.is_file():
         return TarIndex(**json.loads(kept.read_text()))
     index = _scan(shard, status.st_size)
-    _keep(kept, json.dumps(asdict(index)))
+    with written_whole(kept) as file:
+        file.write(json.dumps(asdict(index)).encode())
     return index
-
-
-def _keep(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, staged = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    Path(staged).replace(path)
 
 
 def _scan(shard: Path, size: int) -> TarIndex:
@@ -92,8 +84,13 @@ def _note(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict[str, 
     extension = extension.lower()
     if not stem or path.name.startswith("."):
         return
-    sample = samples.setdefault(str(path.parent / stem), _Sample())
+    key = str(path.parent / stem)
+    sample = samples.setdefault(key, _Sample())
     if f".{extension.rpartition('.')[2]}" in EXTENSIONS:
+        if sample.picture is not None:
+            raise DataError(
+                f"{shard}: sample {key!r} has a second picture, {member.name}; make the shard again with one"
+            )
         sample.picture = (member.offset_data, member.size)
         return
     if extension not in (*_TEXTS, "cls", "json"):

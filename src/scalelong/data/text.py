@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.cache import cache_dir, file_digest
+from scalelong.data.cache import cache_dir, file_digest, written_whole
 from scalelong.data.errors import DataError
 from scalelong.data.fetch import fetch
 
@@ -134,18 +133,10 @@ def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
     }
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.partial")
-    try:
-        with staged.open("wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            for part in itertools.chain([null], encoder.batches(captions)):
-                file.write(part.contiguous().numpy().tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with written_whole(path) as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for part in itertools.chain([null], encoder.batches(captions)):
+            file.write(part.contiguous().numpy().tobytes())
 
 
 def _load(where: str, name: str) -> tuple[Any, Any, int]:

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import update_with_annotations
+from scalelong.data.base import sampled_items, update_with_annotations
 from scalelong.data.cache import cache_dir
 from scalelong.data.errors import DataError
 from scalelong.data.images import open_rgb
@@ -31,7 +31,6 @@ from scalelong.data.tar_index import TarIndex, tar_index
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _OPEN_FILES = 128
-_SAMPLED_ROWS = 64  # samples whose bytes enter the fingerprint
 
 
 class WebDatasetSource(PictureSource):
@@ -116,7 +115,7 @@ class WebDatasetSource(PictureSource):
         """Over the table of contents, labels, captions, and the bytes of evenly spaced pictures."""
         digest = hashlib.sha256(repr((self.shape, len(self))).encode())
         digest.update(self._offsets.astype("<i8").tobytes() + self._sizes.astype("<i8").tobytes())
-        for item in torch.linspace(0, len(self) - 1, min(len(self), _SAMPLED_ROWS)).long().tolist():
+        for item in sampled_items(len(self)):
             digest.update(self._content(item))
         update_with_annotations(digest, self.labels, self.captions)
         return digest.hexdigest()

@@ -143,6 +143,15 @@ def default_sampler(process: Process) -> str:
     return "heun" if process.name == "edm" else "dpm++2m"
 
 
+def sampler_in_use(process: Process, sampler: str = "", steps: int = 0) -> tuple[str, int]:
+    """The sampler and its number of steps, where nothing was said of one of them."""
+    sampler = sampler or default_sampler(process)
+    if sampler not in _SAMPLERS:
+        raise unknown("diffusion.sampler", sampler, SAMPLERS)
+    usual = _SAMPLERS[sampler].steps
+    return sampler, steps or (min(usual, process.num_steps) if isinstance(process, DDPM) else usual)
+
+
 def sample(
     objective: Objective,
     net: Network,
@@ -159,10 +168,9 @@ def sample(
 ) -> Tensor:
     """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone."""
     process = objective.process
-    sampler = sampler or default_sampler(process)
+    sampler, steps = sampler_in_use(process, sampler, steps)
     _check(process, sampler, steps, eta)
     kind = _SAMPLERS[sampler]
-    steps = steps or (min(kind.steps, process.num_steps) if isinstance(process, DDPM) else kind.steps)
     if not spacing and kind.spacing in process.spacings:
         spacing = kind.spacing
     x, noise = _start(start, sampler, kind.stochastic or eta > 0)
@@ -184,8 +192,6 @@ def sample(
 
 
 def _check(process: Process, sampler: str, steps: int, eta: float) -> None:
-    if sampler not in _SAMPLERS:
-        raise unknown("diffusion.sampler", sampler, SAMPLERS)
     if sampler == "euler_maruyama" and not isinstance(process, ContinuousVP):
         raise ValueError(
             f"diffusion.sampler: 'euler_maruyama' needs beta(t) in continuous time (vp, cosine), got the process "

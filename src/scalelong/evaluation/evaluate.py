@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scalelong.evaluation.extractors import Extractor, metric_name
-from scalelong.evaluation.frechet import KernelDistance, kernel_distance
+from scalelong.evaluation.frechet import KernelDistance, check_subsets, checked_features, kernel_distance
 from scalelong.evaluation.ranks import all_parts
 from scalelong.evaluation.reference import extract
 from scalelong.evaluation.statistics import FeatureStatistics
@@ -46,11 +46,15 @@ def evaluate_images(
     kid_subset_size: int = 1000,
     kid_subsets: int = 100,
     seed: int = 0,  # of KID's subsets
-    total: int | None = None,  # for the progress bar
+    total: int | None = None,  # how many images all ranks bring; lets KID's subsets be checked before any is drawn
 ) -> Result:
     """Distance of uint8 images to the reference; under torch.distributed every rank brings its part and gets the result."""
     own = FeatureStatistics(reference.dim, extractor=extractor.name, extractor_hash=extractor.hash)
     own.require_same_features(reference)  # now, not after hours of features
+    if kid_reference is not None:
+        kid_reference = checked_features(kid_reference, "evaluation.kid_reference", reference.dim)
+        known = len(kid_reference) if total is None else min(total, len(kid_reference))
+        check_subsets(kid_subset_size, kid_subsets, known)
     kept = []
     for features in extract(batches, extractor, total):
         own.update(features)

@@ -134,11 +134,7 @@ def kernel_distance(
     """
     x = checked_features(features1, "evaluation.features1")
     y = checked_features(features2, "evaluation.features2", x.shape[1]).to(x.device)
-    fewest = min(len(x), len(y))
-    if not 2 <= subset_size <= fewest:
-        raise ValueError(f"evaluation.kid_subset_size: must be in 2 .. {fewest} (the smaller set), got {subset_size}")
-    if subsets < 1:
-        raise ValueError(f"evaluation.kid_subsets: must be at least 1, got {subsets}")
+    check_subsets(subset_size, subsets, min(len(x), len(y)))
     values = torch.tensor(
         [
             squared_mmd(_subset(x, seed, f"kid/1/{k}", subset_size), _subset(y, seed, f"kid/2/{k}", subset_size))
@@ -147,6 +143,14 @@ def kernel_distance(
         dtype=torch.float64,
     )
     return KernelDistance(float(values.mean()), float(values.std(correction=0)))
+
+
+def check_subsets(subset_size: int, subsets: int, fewest: int) -> None:
+    """A ValueError unless KID can draw such subsets of two sets, of which the smaller has `fewest` samples."""
+    if not 2 <= subset_size <= fewest:
+        raise ValueError(f"evaluation.kid_subset_size: must be in 2 .. {fewest} (the smaller set), got {subset_size}")
+    if subsets < 1:
+        raise ValueError(f"evaluation.kid_subsets: must be at least 1, got {subsets}")
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> float:

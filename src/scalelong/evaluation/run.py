@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data import Source, load_source
+from scalelong.data import DataError, Source, load_source
+from scalelong.diffusion.sampling import sampler_in_use
 from scalelong.evaluation.evaluate import Result, evaluate_images
 from scalelong.evaluation.extractors import Extractor, RandomConvFeatures
 from scalelong.evaluation.generate import generate_batches
@@ -45,6 +46,7 @@ class Evaluation:
     sampler: str
     sampler_steps: int
     guidance: float
+    precision: str
     generate_seconds: float
     seconds: float
 
@@ -60,6 +62,8 @@ class Evaluation:
             "sample_seed": self.seed,
             "sampler": self.sampler,
             "sampler_steps": self.sampler_steps,
+            "precision": self.precision,
+            "reference": result.reference,
             "generate_seconds": round(self.generate_seconds, 2),
             "evaluate_seconds": round(self.seconds, 2),
         }
@@ -75,9 +79,15 @@ def get_extractor(name: str, device: str | torch.device, weights: str | None = N
 
 
 def source_of(run: TrainedRun) -> Source:
-    """The data that the run was trained on."""
+    """The data that the run was trained on; refused if it is other data by now."""
     data = run.config.data
-    return load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    if run.data and run.data != source.fingerprint:
+        raise DataError(
+            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
+            "wrong hash",
+        )
+    return source
 
 
 def condition_of(run: TrainedRun, source: Source) -> Condition:
@@ -99,8 +109,9 @@ def evaluate_run(
     condition: Condition | None = None,
 ) -> Evaluation:
     """Draw `num_images` images of this seed, each rank its part, and measure them."""
-    sampler = protocol.sampler or run.config.sampling.sampler
-    steps = protocol.steps or (0 if protocol.sampler else run.config.sampling.steps)
+    settings = run.config.sampling
+    steps = protocol.steps or (0 if protocol.sampler else settings.steps)
+    sampler, steps = sampler_in_use(run.objective.process, protocol.sampler or settings.sampler, steps)
     model = torch.compile(run.model) if protocol.compile else run.model
     device = next(run.model.parameters()).device
     condition = condition or condition_of(run, source_of(run))
@@ -126,7 +137,7 @@ def evaluate_run(
         world_size=world_size,
     )
     result = evaluate_images(clock.watch(batches), reference, extractor, total=protocol.num_images)
-    return Evaluation(result, seed, sampler, steps, guidance, clock.inside, clock.since_start())
+    return Evaluation(result, seed, sampler, steps, guidance, protocol.precision, clock.inside, clock.since_start())
 
 
 class EvaluationObserver:

@@ -103,6 +103,7 @@ def _write(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None, scale
         "null_class": sizes.null_class,
         "class_names": list(sizes.class_names),
         "text_tokens": sizes.text_tokens,
+        "null_text": bool(sizes.text_dim) and run.config.condition.drop > 0,
         "default_steps": sampling.steps or 50,
         "default_guidance": sampling.guidance,
         "guidance_interval": [bound if math.isfinite(bound) else None for bound in sampling.guidance_interval],

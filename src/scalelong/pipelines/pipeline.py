@@ -30,6 +30,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         null_class: bool = False,
         class_names: Any = (),  # of strings
         text_tokens: int = 0,
+        null_text: bool = False,
         latent_scale: float = 1.0,
         latent_shift: float = 0.0,
         default_steps: int = 50,
@@ -43,6 +44,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             null_class=null_class,
             class_names=list(class_names),
             text_tokens=text_tokens,
+            null_text=null_text,
             latent_scale=latent_scale,
             latent_shift=latent_shift,
             default_steps=default_steps,
@@ -113,14 +115,16 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         if self.text_encoder is not None:
             texts = [prompt] * batch_size if isinstance(prompt, str) or prompt is None else list(prompt)
             rows = self._encode(["", *[text or "" for text in texts]])
-            return {"encoder_hidden_states": rows[1:]}, {"encoder_hidden_states": rows[:1]}, len(texts)
+            untold = {"encoder_hidden_states": rows[:1]} if self.config.null_text else None
+            return {"encoder_hidden_states": rows[1:]}, untold, len(texts)
         if prompt is not None:
             raise ValueError("prompt: this model is not told texts; leave it out")
         if not self.config.num_classes:
             if class_labels is not None:
                 raise ValueError("class_labels: this model is not told classes; leave them out")
             return {}, None, batch_size
-        chosen = range(batch_size) if class_labels is None else class_labels
+        in_turn = [number % self.config.num_classes for number in range(batch_size)]
+        chosen = in_turn if class_labels is None else class_labels
         numbers = [self._class(each) for each in (chosen.tolist() if isinstance(chosen, Tensor) else chosen)]
         labels = torch.tensor(numbers, device=self._execution_device)
         null = torch.tensor([self.config.num_classes], device=self._execution_device)

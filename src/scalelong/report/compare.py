@@ -118,8 +118,8 @@ class Comparison:
         return _difference(group, other, self.quality_per_seed(group, metric), self.quality_per_seed(other, metric))
 
     def loss_difference(self, group: Group, other: Group) -> Difference:
-        """Of the final losses: over seeds where there are several, else over the last records of the two runs."""
-        if len(group.runs) > 1 and len(other.runs) > 1:
+        """Of the final losses: over the last records of two single runs, else over seeds, as any other measure."""
+        if len(group.runs) > 1 or len(other.runs) > 1:
             return self.difference(group, other, "final_loss")
         (steps_a, a), (steps_b, b) = (g.runs[0].final_losses(self.horizon) for g in (group, other))
         same_order = group.seeds[0] == other.seeds[0] and steps_a == steps_b

@@ -10,7 +10,7 @@ from scalelong.report.series import Record, RunSeries
 
 @dataclass(frozen=True, order=True)
 class Metric:
-    """What must be the same for two values to compare: the name, the number of images, the extractor, the sampler."""
+    """What must be the same for two values to compare: name, number of images, extractor, and how they were drawn."""
 
     name: str
     n: int
@@ -48,6 +48,15 @@ def _metric(record: Record) -> Metric | None:
     name, value, n = record.get("metric"), record.get("value"), record.get("n")
     if not isinstance(name, str) or not isinstance(value, (int, float)) or value != value:
         return None
-    guidance = f", guidance {record['guidance']:g}" if record.get("guidance", 1) != 1 else ""
-    sampler = f"{record['sampler']} {record.get('sampler_steps', '')} steps{guidance}" if record.get("sampler") else ""
-    return Metric(name, n if isinstance(n, int) else 0, str(record.get("extractor", "")), sampler)
+    return Metric(name, n if isinstance(n, int) else 0, str(record.get("extractor", "")), _drawing(record))
+
+
+def _drawing(record: Record) -> str:
+    """How the images were drawn; a record that does not say its precision is of fp32, the default."""
+    guidance, precision = record.get("guidance", 1), record.get("precision", "fp32")
+    parts = [
+        f"{record['sampler']} {record.get('sampler_steps', '')} steps" if record.get("sampler") else "",
+        f"guidance {guidance:g}" if guidance != 1 else "",
+        precision if precision != "fp32" else "",
+    ]
+    return ", ".join(part for part in parts if part)

@@ -126,10 +126,7 @@ def read_run(folder: str | Path) -> RunSeries:
         raise FileNotFoundError(f"{folder}: is no run (it holds no config.yaml); give a folder that training wrote")
     if not (folder / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{folder}: has no metrics.jsonl; the run has not written a record yet")
-    try:
-        records, damaged = read_events(folder)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{folder}: metrics.jsonl is not text ({error.reason}); it cannot be read") from None
+    records, damaged = read_events(folder)
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "probe", "start", "evaluation")}
     if not kinds["train"]:
         raise ValueError(f"{folder}: metrics.jsonl holds no training record; train on, then come back")

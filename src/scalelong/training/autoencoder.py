@@ -20,6 +20,7 @@ from scalelong.backbones.autoencoder import small_autoencoder
 from scalelong.data import Source, make_loader, to_uint8
 from scalelong.data.grid import save_grid
 from scalelong.random import normal
+from scalelong.training.build import seeded
 from scalelong.training.events import METRICS
 
 GRID = "reconstructions.png"
@@ -68,8 +69,7 @@ def train_autoencoder(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out: {folder} is there already; choose another folder, or remove it")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+    with seeded(settings.seed):
         model = small_autoencoder(
             source.shape[0], settings.widths, settings.latent_channels, settings.layers, source.shape[1]
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from scalelong.training.config import ModelSettings, RunConfig, uvit_config
 from scalelong.training.sizes import Conditioning
 
 ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What is made on the CPU inside is a function of the seed; no random state is another one afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
+        yield
 
 
 def build_pixels(config: RunConfig, device: torch.device, data: str = "") -> ToPixels:
@@ -43,8 +52,7 @@ def build_model(config: RunConfig, shape: Shape, given: Conditioning | None = No
     """
     given = given or Conditioning()
     config.check_shape(shape, given)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.training.seed)
+    with seeded(config.training.seed):
         build = _uvit if config.model.backbone == "uvit" else _text_unet if given.text_dim else _unet
         model = build(config.model, shape, given)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
