@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,25 @@ def test_a_stale_staging_folder_is_no_obstacle(tmp_path) -> None:
     (tmp_path / ".staged-step-00000001" / "model.safetensors").write_bytes(b"half")
     save_checkpoint(tmp_path, 1, content(1), keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_one_that_is_being_removed_is_none_any_more(tmp_path, monkeypatch) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, content(0), keep=2)
+    with monkeypatch.context() as patched:
+
+        def killed_halfway(folder: Path, **_: object) -> None:
+            (folder / "state.json").unlink()
+            raise KeyboardInterrupt
+
+        patched.setattr(shutil, "rmtree", killed_halfway)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(tmp_path, 3, content(0), keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    for path in list_checkpoints(tmp_path):
+        load_checkpoint(path)
+    save_checkpoint(tmp_path, 4, content(0), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
 def test_the_manifest_holds_a_hash_of_every_other_file(tmp_path) -> None:

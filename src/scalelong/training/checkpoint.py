@@ -6,7 +6,6 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from scalelong.data.cache import file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +44,34 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:08d}"
     staged = folder / f".staged-{final.name}"
-    shutil.rmtree(staged, ignore_errors=True)
+    for left in folder.glob(".*-step-*"):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
     staged.mkdir()
     try:
         for name, tensors in checkpoint.tensors.items():
             save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, _file(staged, name))
         (staged / STATE).write_text(json.dumps(dict(checkpoint.state)) + "\n")
-        hashes = {file.name: _sha256(file) for file in sorted(staged.iterdir())}
+        hashes = {file.name: file_digest(file, "sha256") for file in sorted(staged.iterdir())}
         (staged / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
         for file in staged.iterdir():
             _sync(file)
         _sync(staged)
         if final.exists():
-            shutil.rmtree(final)
+            _drop(final)
         staged.replace(final)
         _sync(folder)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        _drop(old)
     return final
+
+
+def _drop(path: Path) -> None:
+    """Remove a checkpoint; killed on the way, it is none any more."""
+    dropped = path.rename(path.with_name(f".dropped-{path.name}"))
+    shutil.rmtree(dropped)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -79,7 +87,7 @@ def load_checkpoint(path: Path, only: tuple[str, ...] | None = None) -> Checkpoi
     hashes = json.loads(manifest.read_text())
     wanted = [name for name in hashes if only is None or name == STATE or Path(name).stem in only]
     for name in wanted:
-        if not (path / name).is_file() or _sha256(path / name) != hashes[name]:
+        if not (path / name).is_file() or file_digest(path / name, "sha256") != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
     tensors = {Path(name).stem: load_file(path / name) for name in wanted if name.endswith(".safetensors")}
     return Checkpoint(tensors, json.loads((path / STATE).read_text()))
@@ -126,14 +134,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensor
 
 def _file(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:
