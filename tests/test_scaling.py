@@ -236,3 +236,9 @@ def test_amplifying_is_possible_when_asked_for() -> None:
 def test_token_gates_need_a_fixed_number_of_tokens(size: SkipSize) -> None:
     with pytest.raises(ValueError, match=r"scaling\.axis: .*axis='channels'"):
         ScalingConfig.create("ls", axis="tokens").build([size])
+
+
+def test_gates_of_several_sizes_can_be_traced() -> None:
+    scaling, skip = learned(IMAGES, activation="elu"), torch.randn(2, 32, 4, 4)
+    traced = torch.jit.trace_module(scaling, {"forward": (torch.tensor(2), skip)}, check_trace=False)
+    torch.testing.assert_close(traced(torch.tensor(2), skip), scaling(2, skip))

@@ -35,7 +35,7 @@ class SqueezeExcite(nn.Module):
     def forward(self, pooled: Tensor) -> Tensor:
         if not self.encoders:
             return torch.sigmoid(self.zeta(pooled))
-        size = str(pooled.shape[1])
+        size = str(int(pooled.shape[1]))  # torch.jit.trace has tensors there
         return torch.sigmoid(self.decoders[size](self.zeta(self.encoders[size](pooled))))
 
 

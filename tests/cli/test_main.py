@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -149,7 +151,33 @@ def test_data_is_checked(capsys, tmp_path) -> None:
     (tmp_path / "bad.png").write_bytes(b"not an image")
     with pytest.raises(SystemExit, match="1 problem"):
         main(["data", "check", str(tmp_path)])
-    assert "bad.png" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("bad.png: ") == 1
+    (tmp_path / "bad.png").unlink()
+    Image.new("RGB", (8, 6)).save(tmp_path / "other.png")
+    with pytest.raises(SystemExit, match="1 problem"):
+        main(["data", "check", str(tmp_path)])
+    assert main(["data", "check", str(tmp_path), "--image-size", "4"]) == 0
+    assert "2 images of 3 x 4 x 4, no problem found" in capsys.readouterr().out
+
+
+def test_whoever_reads_no_further_is_told_no_error() -> None:
+    """As `scalelong data list | head -1` does."""
+    command = [sys.executable, "-m", "scalelong.cli.main", "data", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+def test_the_weights_of_the_run_and_of_the_extractor_are_two_things(run, capsys) -> None:
+    measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "64"]
+    assert main([*measure, "--weights", "model"]) == 1
+    assert "weights: is the file of the Inception; random-conv has none" in capsys.readouterr().err
+    for weights in ("ema", "model"):
+        assert main([*measure, "--run-weights", weights]) == 0
+    ema, model = re.findall(r"= ([\d.]+) ", capsys.readouterr().out)
+    assert ema != model
 
 
 def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monkeypatch) -> None:

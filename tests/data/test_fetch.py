@@ -146,14 +146,13 @@ def test_check_lists_every_bad_file_of_a_fetched_set(small_cifar: Path, tmp_path
 
 
 def test_check_lists_every_bad_file_of_a_folder(image_folder: Path) -> None:
-    assert check(f"folder:{image_folder}") == []
     whole = (image_folder / "cat" / "02.png").read_bytes()
     (image_folder / "cat" / "cut.png").write_bytes(whole[: len(whole) // 2])
     (image_folder / "cat" / "empty.jpg").write_bytes(b"")
     (image_folder / "dog" / "text.png").write_bytes(b"hello, this is not an image")
     (image_folder / "dog" / "gone.png").symlink_to(image_folder / "nowhere.png")
     Image.fromarray(np.full((4, 4), 1000, dtype=np.uint16)).save(image_folder / "dog" / "deep.png")
-    found = check(str(image_folder))
+    found = check(str(image_folder), image_size=8)
     assert {Path(problem.path).name: problem.kind for problem in found} == {
         "cut.png": "truncated",
         "empty.jpg": "truncated",
@@ -163,6 +162,13 @@ def test_check_lists_every_bad_file_of_a_folder(image_folder: Path) -> None:
     }
     assert all(problem.path in problem.message for problem in found)
     assert [problem.kind for problem in check(f"folder:{image_folder}/none")] == ["missing"]
+
+
+def test_check_finds_pictures_of_several_sizes(image_folder: Path) -> None:
+    """Training would refuse them, unless it is told a size."""
+    (found,) = check(f"folder:{image_folder}")
+    assert "pictures of 22 sizes (14 x 9, 14 x 14, 14 x 19, ...); set data.image_size" in found.message
+    assert check(f"folder:{image_folder}", image_size=8) == []
 
 
 def test_check_of_embedded_sets() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDPMPipeline, DiffusionPipeline
@@ -23,6 +24,7 @@ from scalelong.pipelines import Exported, export_pipeline, scheduler_for
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.build import build_pixels
 from scalelong.training.checkpoint import CheckpointError
+from scalelong.training.run import pixels_of
 from tests.training.tiny import tiny
 
 from .settings import UNET, setting
@@ -127,6 +129,12 @@ def test_classes_and_guidance_go_along(tmp_path: Path, interval: tuple[float, fl
     assert torch.equal(in_turn, chosen)
     with pytest.raises(ValueError, match=r"there is no 10; give 0 \.\. 9 or a class name"):
         pipe(class_labels=[10])
+    noise = many[:2]
+    four = [
+        pipe(class_labels=form, batch_size=2, latents=noise, num_inference_steps=1, output_type="latent").images
+        for form in ([4, 4], 4, "4", torch.tensor([4, 4]), np.array([4, 4]))
+    ]
+    assert all(torch.equal(each, four[0]) for each in four)
     with pytest.raises(ValueError, match="is not told texts"):
         pipe(prompt="an apple")
 
@@ -168,6 +176,9 @@ def test_latents_are_decoded_by_their_autoencoder(tmp_path: Path) -> None:
     pixels = build_pixels(run.config, torch.device("cpu"), run.data)(expected)
     assert drawn.shape == (3, 1, 8, 8)
     assert ((drawn * 255).round() - pixels.float()).abs().max() <= 1
+    Path(run.config.data.name.removeprefix("latents:")).rename(tmp_path / "elsewhere")
+    alone = pixels_of(load_run(tmp_path / "pipe"), torch.device("cpu"))(expected)
+    assert torch.equal(alone, pixels)
 
 
 def test_edm_draws_as_our_own_solver_does(tmp_path: Path) -> None:

@@ -227,3 +227,8 @@ def test_two_ranks_write_the_records_of_one_process_once(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
     assert_near(records, loop(uvit(), tmp_path / "one.jsonl"))
+
+
+def test_the_folder_of_the_records_is_made_before_the_training(tmp_path) -> None:
+    OscillationProbe(uvit(), BATCH, every=1, path=tmp_path / "new" / "probe.jsonl").step()
+    assert (tmp_path / "new" / "probe.jsonl").is_file()

@@ -64,3 +64,16 @@ def test_a_folder_that_was_only_locked_is_still_empty(tmp_path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
     train(tiny(training_steps=1), tmp_path / "run")
+
+
+def test_a_folder_whose_run_never_began_takes_other_settings(tmp_path) -> None:
+    """As after data that is found to be bad when it is first read."""
+    Trainer(tiny(optimizer_lr=0.5), tmp_path / "run")._lock.close()
+    train(tiny(training_steps=1), tmp_path / "run")
+    assert from_yaml(tmp_path / "run" / "config.yaml") == tiny(training_steps=1)
+
+
+def test_a_finished_run_keeps_its_settings_when_fewer_steps_are_asked_for(tmp_path) -> None:
+    train(tiny(training_steps=8), tmp_path / "run")
+    train(tiny(training_steps=4), tmp_path / "run")
+    assert from_yaml(tmp_path / "run" / "config.yaml").training.steps == 8

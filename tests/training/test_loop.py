@@ -260,6 +260,9 @@ class TestLoadRun:
         shutil.rmtree(folder / "checkpoints")
         with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
             load_run(folder)
+        (folder / "scalelong.json").touch()
+        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load, and no run"):
+            load_run(folder)
 
 
 def test_edm_and_ddpm_train_too(tmp_path) -> None:

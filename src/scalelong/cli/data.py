@@ -38,6 +38,7 @@ class Check:
     """List every bad file of a data set."""
 
     name: DataName  # a name, or one of the forms of `scalelong data list`
+    image_size: int | None = None  # what pictures will be cut and resized to; without it they must be of one size
     root: str | None = None
     split: str = "train"
 
@@ -92,8 +93,8 @@ def main(arguments: list[str]) -> None:
     match command:
         case Fetch(name, source, root):
             print(f"{name}: verified in {fetch(name, root, source)}")
-        case Check(name, root, split):
-            _check(name, root, split)
+        case Check(name, image_size, root, split):
+            _check(name, image_size, root, split)
         case Encode():
             _encode(command)
         case EncodeText():
@@ -123,11 +124,11 @@ def _encode_text(command: EncodeText) -> None:
     print(f"{len(captions):,} captions as {tokens} tokens of {width}: {path}")
 
 
-def _check(name: str, root: str | None, split: str) -> None:
-    problems = check(name, root=root, split=split)
+def _check(name: str, image_size: int | None, root: str | None, split: str) -> None:
+    problems = check(name, image_size=image_size, root=root, split=split)
     for problem in problems:
-        print(f"{problem.path}: {problem.message}")
+        print(problem.message if problem.path in problem.message else f"{problem.path}: {problem.message}")
     if problems:
         sys.exit(f"{name}: {len(problems)} problem(s)")
-    source = load_source(name, root=root, split=split)
+    source = load_source(name, image_size=image_size, root=root, split=split)
     print(f"{name}: {len(source):,} images of {' x '.join(map(str, source.shape))}, no problem found")

@@ -35,6 +35,7 @@ class Evaluate:
     compile: bool = False  # compile the denoiser; pays from some thousand images on
     extractor: str = "inception"  # inception, or random-conv (light, and not FID)
     weights: str | None = None  # the Inception's file; default: fetched and verified
+    run_weights: str = "ema"  # the run's averaged weights, or those as trained: ema or model
     checkpoint: int | None = None  # the step of the checkpoint; default: the newest
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,7 +43,7 @@ class Evaluate:
 def main(arguments: list[str]) -> None:
     """Load, draw, measure, record."""
     command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
-    run = load_run(command.run, step=command.checkpoint, device=command.device)
+    run = load_run(command.run, weights=command.run_weights, step=command.checkpoint, device=command.device)
     extractor = get_extractor(command.extractor, command.device, command.weights)
     source = source_of(run)
     reference = reference_statistics(source, extractor, root=run.config.data.root)

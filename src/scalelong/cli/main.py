@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         importlib.import_module(f"scalelong.cli.{verb}").main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except EXPECTED as error:
         if os.environ.get("SCALELONG_DEBUG"):
             raise

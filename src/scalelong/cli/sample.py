@@ -23,8 +23,8 @@ from scalelong.data.grid import save_grid
 from scalelong.evaluation import generate
 from scalelong.evaluation.run import condition_of, source_of
 from scalelong.training import TrainedRun, load_run
-from scalelong.training.build import build_pixels
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
+from scalelong.training.run import pixels_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
         precision=command.precision,
         condition=condition.of_drawn,
         guidance=condition.guidance(guidance, interval),
-        to_pixels=build_pixels(run.config, torch.device(command.device), run.data),
+        to_pixels=pixels_of(run, torch.device(command.device)),
     )
     out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,16 @@ from scalelong.data.pictures import PictureSource
 from scalelong.data.sources import load_source
 
 
-def check(name: str, *, root: str | Path | None = None, split: str = "train") -> list[Problem]:
-    """Every bad file (or row) of a source; an empty list means that all of it was read and is right."""
+def check(
+    name: str, *, image_size: int | None = None, root: str | Path | None = None, split: str = "train"
+) -> list[Problem]:
+    """Every bad file (or row) of a source; an empty list means that all of it was read and is right.
+
+    image_size: what pictures will be cut to; without it those of a folder must be of one size.
+    """
     kind, rest = parse_name(name)
     if kind == "folder":
-        return _check_folder(Path(rest).expanduser())
+        return _check_folder(Path(rest).expanduser(), image_size)
     if kind == "latents":
         return _check_latents(Path(rest).expanduser())
     if kind != "named":
@@ -34,21 +39,27 @@ def check(name: str, *, root: str | Path | None = None, split: str = "train") ->
     return bad_fetched(rest, root)
 
 
-def _check_folder(folder: Path) -> list[Problem]:
+def _check_folder(folder: Path, image_size: int | None) -> list[Problem]:
     try:
         files = image_files(folder)
     except DataError as error:
         return [Problem(str(folder), error.kind, str(error))]
-    found = threaded(_file_problem, [folder / name for name in files])
-    return [problem for problem in tqdm(found, total=len(files), desc=folder.name, disable=None) if problem]
+    found = threaded(_size_or_problem, [folder / name for name in files])
+    read = list(tqdm(found, total=len(files), desc=folder.name, disable=None))
+    problems = [each for each in read if isinstance(each, Problem)]
+    sizes = sorted({each for each in read if not isinstance(each, Problem)})
+    if image_size is None and len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
+        told = f"{folder}: pictures of {len(sizes)} sizes ({shown}{', ...' if len(sizes) > 3 else ''}); set data.image_size"
+        problems.append(Problem(str(folder), "invalid", told))
+    return problems
 
 
-def _file_problem(path: Path) -> Problem | None:
+def _size_or_problem(path: Path) -> tuple[int, int] | Problem:
     try:
-        open_rgb(path, str(path))
+        return open_rgb(path, str(path)).size
     except DataError as error:
         return Problem(str(path), error.kind, str(error))
-    return None
 
 
 def _check_latents(folder: Path) -> list[Problem]:

@@ -20,8 +20,8 @@ from scalelong.evaluation.inception import InceptionFeatures
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.statistics import FeatureStatistics
 from scalelong.training import TrainedRun, Trainer
-from scalelong.training.build import build_pixels
 from scalelong.training.condition import Condition, make_condition
+from scalelong.training.run import pixels_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def get_extractor(name: str, device: str | torch.device, weights: str | None = N
     """ "inception", the network of FID, or "random-conv", which is light and not FID."""
     if name == "inception":
         return InceptionFeatures(device, weights)
+    if weights is not None:
+        raise ValueError(f"weights: is the file of the Inception; {name} has none, leave it out")
     if name == "random-conv":
         return RandomConvFeatures(device=device)
     raise ValueError(f"extractor: must be inception or random-conv, got {name!r}")
@@ -132,7 +134,7 @@ def evaluate_run(
         guidance=condition.guidance(guidance, settings.guidance_interval),
         device=device,
         precision=protocol.precision,
-        to_pixels=build_pixels(run.config, device, run.data),
+        to_pixels=pixels_of(run, device),
         rank=rank,
         world_size=world_size,
     )

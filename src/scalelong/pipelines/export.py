@@ -27,7 +27,7 @@ from scalelong.pipelines.schedulers import scheduler_for
 from scalelong.pipelines.uvit_model import UViTModel
 from scalelong.skips import scaling_of
 from scalelong.training import TrainedRun
-from scalelong.training.exported import DENOISER, Description
+from scalelong.training.exported import AUTOENCODER, DENOISER, Description
 
 _UVIT_FILE = "modeling_uvit"
 _UNET_FILE = "modeling_scaled"
@@ -109,8 +109,8 @@ def _write(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None, scale
         "guidance_interval": [bound if math.isfinite(bound) else None for bound in sampling.guidance_interval],
     }
     if autoencoder is not None:
-        autoencoder.model.save_pretrained(folder / "vae")
-        parts["vae"] = ("diffusers", type(autoencoder.model).__name__)
+        autoencoder.model.save_pretrained(folder / AUTOENCODER)
+        parts[AUTOENCODER] = ("diffusers", type(autoencoder.model).__name__)
         settings |= {"latent_scale": autoencoder.scale, "latent_shift": autoencoder.shift}
     if sizes.text_dim:
         parts |= _write_text_encoder(run, folder)

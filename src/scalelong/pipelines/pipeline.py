@@ -57,7 +57,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         self,
         batch_size: int = 1,
         prompt: str | Sequence[str] | None = None,
-        class_labels: Sequence[int | str] | Tensor | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
         guidance_scale: float | None = None,
         num_inference_steps: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -109,7 +109,10 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         return (low or 0.0) <= level <= (math.inf if high is None else high)
 
     def _condition(
-        self, prompt: str | Sequence[str] | None, class_labels: Sequence[int | str] | Tensor | None, batch_size: int
+        self,
+        prompt: str | Sequence[str] | None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None,
+        batch_size: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
         """What the network is told, what stands for "not told", and how many images that makes."""
         if self.text_encoder is not None:
@@ -125,7 +128,9 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             return {}, None, batch_size
         in_turn = [number % self.config.num_classes for number in range(batch_size)]
         chosen = in_turn if class_labels is None else class_labels
-        numbers = [self._class(each) for each in (chosen.tolist() if isinstance(chosen, Tensor) else chosen)]
+        if isinstance(chosen, (int, str)):
+            chosen = [chosen] * batch_size
+        numbers = [self._class(each) for each in (chosen.tolist() if hasattr(chosen, "tolist") else chosen)]
         labels = torch.tensor(numbers, device=self._execution_device)
         null = torch.tensor([self.config.num_classes], device=self._execution_device)
         return {"class_labels": labels}, {"class_labels": null} if self.config.null_class else None, len(labels)

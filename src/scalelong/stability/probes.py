@@ -89,6 +89,8 @@ class OscillationProbe:
         self.inputs: tuple[Any, ...] | Mapping[str, Any] = (inputs,) if isinstance(inputs, Tensor) else inputs
         self.every = every
         self.path = Path(path) if path is not None else None
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         self.count = 0
         self._try()
 

@@ -22,6 +22,7 @@ from scalelong.training.yaml_file import from_yaml, to_yaml
 DESCRIPTION = "scalelong_run.json"
 CONFIG = "config.yaml"
 DENOISER = "unet"
+AUTOENCODER = "vae"
 UVIT_PREFIX = "uvit."
 _WEIGHTS = "diffusion_pytorch_model*.safetensors"
 

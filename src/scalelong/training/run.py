@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -12,13 +13,16 @@ from typing import IO
 import torch
 from torch import nn
 
+from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data.base import Shape
+from scalelong.data.images import to_uint8
 from scalelong.diffusion import Objective
-from scalelong.training.build import build_model, build_objective
+from scalelong.skips.persist import SCALING_NAME
+from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
 from scalelong.training.config import MAY_CHANGE, RunConfig, differences
 from scalelong.training.events import CHECKPOINT_KIND, METRICS, read_events
-from scalelong.training.exported import is_exported, read_exported
+from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
 from scalelong.training.sizes import Conditioning
 from scalelong.training.yaml_file import from_yaml, to_yaml
 
@@ -55,9 +59,11 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[s
             f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
         )
     lock = _lock_folder(folder)
-    staged = folder / f".{CONFIG}"
-    staged.write_text(to_yaml(config))
-    staged.replace(folder / CONFIG)
+    reached = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / CHECKPOINTS)]
+    if config.training.steps >= max(reached, default=0):  # else it is complete, and stays what it is
+        staged = folder / f".{CONFIG}"
+        staged.write_text(to_yaml(config))
+        staged.replace(folder / CONFIG)
     return lock
 
 
@@ -84,6 +90,8 @@ def check_never_saved(folder: Path) -> None:
 
 
 def _check_same(folder: Path, config: RunConfig) -> None:
+    if not (folder / METRICS).is_file() and not list_checkpoints(folder / CHECKPOINTS):
+        return  # it never began
     changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
     if changed:
         lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
@@ -121,6 +129,11 @@ def load_run(
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
     found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder / CHECKPOINTS)}
+    if not found and (folder / SCALING_NAME).is_file():
+        raise CheckpointError(
+            f"{folder}: holds weights for scalelong.load, and no run; draw from the run itself, or from what "
+            "scalelong export --format diffusers writes"
+        )
     if not found:
         raise CheckpointError(f"{folder}: holds no checkpoint yet; the run has not reached its first")
     if step is not None and step not in found:
@@ -135,6 +148,15 @@ def load_run(
     model.to(device).eval().requires_grad_(False)
     shape, data = (channels, height, width), checkpoint.state["data"]
     return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data)
+
+
+def pixels_of(run: TrainedRun, device: torch.device) -> ToPixels:
+    """How what the run draws becomes images; an export of a model of latents has its autoencoder in the folder."""
+    if is_exported(run.folder) and (run.folder / AUTOENCODER).is_dir():
+        scale = float(json.loads((run.folder / "model_index.json").read_text())["latent_scale"])
+        autoencoder = load_autoencoder(run.folder / AUTOENCODER, device, scale)
+        return lambda latents: to_uint8(autoencoder.decode(latents))
+    return build_pixels(run.config, device, run.data)
 
 
 def _load_exported(folder: Path, step: int | None, device: str | torch.device) -> TrainedRun:
