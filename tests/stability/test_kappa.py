@@ -78,6 +78,7 @@ def test_the_interval_means_what_it_says() -> None:
     assert sum_of_squares(found.middle, 6) ** 2 == pytest.approx(found.mean_ratio * found.tail_ratio, rel=1e-6)
     assert found.warnings == ()
     assert "N = 6" in found.reasoning
+    assert "the sum misses the average sample" in found.reasoning
 
 
 def test_the_usual_kappa_is_recommended_and_its_place_told() -> None:
@@ -108,6 +109,8 @@ def test_few_skips_and_small_ratios_are_clamped_and_said() -> None:
     low = recommend(images(0.2), 2)
     assert low.kappa_interval[1] == 1.0
     assert "above N = 2" in low.warnings[0]
+    assert low.middle == 1.0
+    assert "at 1.000 the sum is as near as CS comes to missing the average" in low.reasoning
     large = recommend(images(0.5), prediction="x0")
     assert large.kappa_interval[0] == 0.0
     assert "below 1" in large.warnings[0]

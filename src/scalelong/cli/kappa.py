@@ -118,7 +118,7 @@ def summary(found: Recommendation, config: RunConfig | None) -> str:
         f"kappa of CS, interval     {low:.3f} .. {high:.3f}  (middle {found.middle:.3f})",
         f"kappa of CS, recommended  {found.kappa:g}",
     ]
-    if config is not None:
+    if config is not None and "kappa" in config.scaling.options():
         lines.append(f"kappa in the settings     {config.scaling.kappa} ({config.scaling.method})")
     return "\n".join([*lines, "", found.reasoning, *(f"warning: {warning}" for warning in found.warnings)])
 

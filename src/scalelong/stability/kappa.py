@@ -172,7 +172,10 @@ def _recommend(
     """Clamp the interval to what CS can reach, and say where its middle and the recommended value lie."""
     low, high = interval
     kappas = kappa_for_sum(low, num_skips), kappa_for_sum(high, num_skips)
-    middle = kappa_for_sum(math.sqrt(low * high), num_skips)
+    balance = math.sqrt(low * high)
+    middle = kappa_for_sum(balance, num_skips)
+    clamped = not math.isclose(sum_of_squares(middle, num_skips), balance, rel_tol=1e-6)
+    told = "is as near as CS comes to missing" if clamped else "misses"
     kappa = USUAL_KAPPA if num_skips > 1 else 1.0
     what = "eps" if prediction == "noise" else f"target ({prediction})"
     place = "inside" if kappas[0] <= kappa <= kappas[1] else "above" if kappa > kappas[1] else "below"
@@ -180,7 +183,7 @@ def _recommend(
         f"||{what}||^2 / ||x_t||^2 is {low:.3f} on average and {high:.3f} at its {TAIL:.0%} quantile over {len(ratios)} "
         "samples. Sec. 4.1 wants sum_j kappa_j^2 between the two; with "
         f"N = {num_skips} skips, kappa_i = kappa^(i-1), that is kappa from {kappas[0]:.3f} to {kappas[1]:.3f}; at "
-        f"{middle:.3f} the sum misses the average sample and the {TAIL:.0%} sample by the same factor. "
+        f"{middle:.3f} the sum {told} the average sample and the {TAIL:.0%} sample by the same factor. "
         f"Recommended {kappa:g}, {place} the interval: the sum is then {sum_of_squares(kappa, num_skips):.3f}. No rule that "
         f"looks at the data or at the model's start chose better than {USUAL_KAPPA:g} by more than the noise, this middle "
         "among them; where it matters, try a few values."
