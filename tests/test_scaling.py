@@ -242,3 +242,11 @@ def test_gates_of_several_sizes_can_be_traced() -> None:
     scaling, skip = learned(IMAGES, activation="elu"), torch.randn(2, 32, 4, 4)
     traced = torch.jit.trace_module(scaling, {"forward": (torch.tensor(2), skip)}, check_trace=False)
     torch.testing.assert_close(traced(torch.tensor(2), skip), scaling(2, skip))
+
+
+def test_gates_whose_weights_were_assigned_on_the_meta_device_tell_what_they_gave() -> None:
+    with torch.device("meta"):
+        scaling = learned(IMAGES)
+    scaling.load_state_dict(learned(IMAGES).state_dict(), assign=True)
+    kappa = scaling.coefficient(2, torch.randn(2, 32, 4, 4))
+    assert scaling.current()[1] == pytest.approx(kappa.mean().item(), rel=1e-5)

@@ -111,8 +111,11 @@ class Scaling(nn.Module):
         if not torch.compiler.is_compiling():
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 return
-            if getattr(self, statistic).is_inference() and not torch.is_inference_mode_enabled():
-                setattr(self, statistic, getattr(self, statistic).clone())  # a copy made in inference mode
+            kept = getattr(self, statistic)
+            if kept.is_inference() and not torch.is_inference_mode_enabled():
+                setattr(self, statistic, kept.clone())  # a copy made in inference mode
+            if kept.is_meta and not value.is_meta:
+                setattr(self, statistic, value.new_full(kept.shape, math.nan))  # made on meta, its weights assigned
         getattr(self, statistic)[index - 1] = value.detach()
 
     def current(self) -> list[float]:

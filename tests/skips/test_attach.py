@@ -71,6 +71,20 @@ def test_a_compiled_model_is_refused_because_its_hooks_would_not_run() -> None:
         scalelong.apply(torch.compile(build(UVIT)), "cs")
 
 
+def test_a_model_in_dataparallel_is_refused() -> None:
+    with pytest.raises(TypeError, match="apply scalelong before DataParallel, to the module that it wraps"):
+        scalelong.apply(nn.DataParallel(build(UVIT)), "cs", example=UVIT.inputs())
+
+
+def test_gates_made_in_inference_mode_can_be_trained_in_any_precision() -> None:
+    model = build(UVIT).double()
+    with torch.inference_mode():
+        scalelong.apply(model, "ls")
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in UVIT.inputs().items()}
+    output(model, inputs).square().mean().backward()
+    assert all(p.grad is not None and p.dtype == torch.float64 for p in model.scalelong.parameters())
+
+
 def test_something_that_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="got str"):
         scalelong.apply("unet", "cs")
@@ -80,6 +94,12 @@ def test_a_model_that_is_not_scaled_has_no_coefficients_and_nothing_to_remove() 
     for function in (scalelong.coefficients, scalelong.remove):
         with pytest.raises(ValueError, match=r"not scaled; call scalelong\.apply"):
             function(build(UVIT))
+        scaled = build(UVIT)
+        scalelong.apply(scaled, "cs")
+        with pytest.raises(
+            ValueError, match=r"this OptimizedModule is not scaled; pass the model that torch\.compile wraps"
+        ):
+            function(torch.compile(scaled))
 
 
 def test_a_subclass_of_a_known_family_is_known() -> None:
@@ -98,6 +118,14 @@ def test_gates_take_the_models_device_and_precision() -> None:
         model = BY_NAME["UNet2DConditionModel SDXL"].build().half()
     scalelong.apply(model, "ls")
     assert all(p.is_meta and p.dtype == torch.float16 for p in model.scalelong.parameters())
+
+
+def test_gates_take_the_precision_of_most_weights() -> None:
+    """As of a network in half precision that embeds its times in full."""
+    model = build(UVIT).half()
+    model.pos_embed.data = model.pos_embed.data.float()  # the first of its weights
+    scalelong.apply(model, "ls", reduction=2)
+    assert all(p.dtype == torch.float16 for p in model.scalelong.parameters())
 
 
 def test_the_handle_prints_the_skips_with_their_coefficients() -> None:
@@ -121,6 +149,11 @@ class TestStateDicts:
             (("ls", {}), ("cs", {}), r"saved with another scaling than cs\(kappa=0\.7\)"),
             (("cs", {}), ("ls", {}), r"saved with another scaling than ls"),
             (("cs", {"kappa": 0.5}), ("cs", {"kappa": 0.7}), r"trained with \[1\.0, 0\.5, .*applies \[1\.0, 0\.7"),
+            (
+                ("universal", {"kappa": 0.68}),
+                ("universal", {"kappa": 0.7}),
+                r"trained with \[0\.68, .*applies \[0\.7, ",
+            ),
             (("ls", {"reduction": 4}), ("ls", {"reduction": 2}), r"state_dict\.scalelong\.gates.*shape"),
         ],
     )
@@ -133,6 +166,35 @@ class TestStateDicts:
         with pytest.raises(ValueError, match=message):
             model.load_state_dict(weights)
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+    def test_numbers_rounded_to_half_precision_are_the_same(self) -> None:
+        self.scaled("cs", kappa=0.7).load_state_dict(self.scaled("cs", kappa=0.7).half().state_dict())
+
+    @pytest.mark.parametrize(
+        ("method", "options", "key"),
+        [
+            ("cs", {"kappa": 0.6}, "kappa"),
+            ("mp_cat", {"t": 0.3}, "factors"),
+            ("freeu", {"s1": 0.8}, "factors"),
+            ("layernorm", {}, "eps"),
+            ("stable_tau", {"tau": 0.3}, "tau"),
+        ],
+    )
+    def test_numbers_lost_on_the_way_through_the_meta_device_come_back(self, method, options, key) -> None:
+        family = UVIT if method == "stable_tau" else UNET
+        model, empty = build(family), build(family)
+        scalelong.apply(model, method, **options)
+        scalelong.apply(empty, method, **options)
+        expected = model.scalelong.get_buffer(key).clone()
+        empty.to("meta").to_empty(device="cpu")
+        empty.scalelong.get_buffer(key).fill_(123.0)  # memory that was given anew holds anything
+        assert torch.equal(empty.state_dict()[f"scalelong.{key}"], expected)
+        empty.scalelong.get_buffer(key).fill_(123.0)
+        empty.load_state_dict(model.state_dict())
+        assert torch.equal(empty.scalelong.get_buffer(key), expected)
+        assert torch.equal(output(empty.eval(), family.inputs()), output(model, family.inputs()))
+        scalelong.remove(empty)
+        assert not empty._state_dict_pre_hooks
 
     def test_another_number_of_skips_is_refused(self) -> None:
         other = build(BY_NAME["UNet2DModel NCSN++"])

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): same outputs and gradients, for one convolutional and one transformer family."""
+"""torch.compile: same outputs and gradients in one graph, and a scaling put on or taken off afterwards is not missed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ from tests.families import FAMILIES, build, output
 from tests.standins import FOUND
 
 FAMILY = {family.name: family for family in FAMILIES}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_was_compiled_and_run_before_notices_the_scaling_and_its_removal(in_place: bool) -> None:
+    family = FAMILY["UViT"]
+    model, scaled = build(family), build(family)
+    scalelong.apply(scaled, "universal", kappa=0.1)
+    plain, expected = output(model, family.inputs()), output(scaled, family.inputs())
+    assert not torch.allclose(plain, expected, rtol=1e-2)
+    if in_place:
+        model.compile(backend="eager")
+    called = model if in_place else torch.compile(model, backend="eager")
+    torch.testing.assert_close(output(called, family.inputs()), plain)
+    scalelong.apply(model, "universal", kappa=0.1)
+    torch.testing.assert_close(output(called, family.inputs()), expected)
+    scalelong.remove(model)
+    torch.testing.assert_close(output(called, family.inputs()), plain)
+
+
+def test_what_was_compiled_is_dropped_on_removal_too(monkeypatch) -> None:
+    """This torch would notice that the hooks are gone; older ones do not look at a module's attributes."""
+    import torch._dynamo
+
+    dropped: list[bool] = []
+    model = build(FAMILY["UViT"])
+    scalelong.apply(model, "cs")
+    monkeypatch.setattr(torch.compiler, "reset", lambda: dropped.append(True))
+    scalelong.remove(model)
+    assert dropped
 
 
 @pytest.mark.slow

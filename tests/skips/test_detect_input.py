@@ -8,9 +8,11 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import scalelong
+from scalelong.skips.operands import skip_shapes
 from tests.standins import GatedBranch, TutorialUNet, image, randn
 
 
@@ -48,6 +50,49 @@ class TestNothingIsChanged:
         assert torch.equal(torch.get_rng_state(), states[0])
         assert random.getstate() == states[1]
         assert np.array_equal(np.random.get_state()[1], states[2])
+
+    def test_what_a_forward_assigns_anew_comes_back(self) -> None:
+        class Caching(TutorialUNet):
+            """A new tensor in place of a buffer, and a cache with the number that says how large it is."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+                self.register_buffer("cache", torch.ones(4))
+                self.cached = 4
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls = self.calls + 1
+                if self.cached < x.shape[-1]:
+                    self.cached, self.cache = x.shape[-1], torch.ones(x.shape[-1])
+                return super().forward(x * self.cache[: x.shape[-1]])
+
+        model = Caching()
+        kept, expected = dict(model.named_buffers()), copy.deepcopy(model)(*image())
+        for look in (
+            lambda: scalelong.find_skips(model, *image()),
+            lambda: scalelong.apply(model, "cs", example=image(), kappa=1.0),
+        ):
+            look()
+            assert all(buffer is kept[name] for name, buffer in model.named_buffers() if name in kept)
+            assert (model.calls, model.cached) == (0, 4)
+        assert torch.equal(model(*image()), expected)
+
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_the_example_of_a_forward_that_works_in_place(self, inference: bool) -> None:
+        class InPlace(TutorialUNet):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x.mul_(0.5))
+
+        with torch.inference_mode(inference):
+            (x,) = image()
+            before = x.clone()
+            scalelong.find_skips(InPlace(), x)
+            model = InPlace()
+            scalelong.apply(model, "cs", kappa=0.5, example=x)
+            scalelong.verify(model, x)
+            scalelong.fold(model, x)
+            assert torch.equal(x, before)
 
     def test_the_same_skips_are_found_every_time(self) -> None:
         model = TutorialUNet()
@@ -149,3 +194,29 @@ def test_what_is_scaled_in_inference_mode_can_be_trained(method: str) -> None:
         assert all(check.gradient_error is not None for check in scalelong.verify(model, *image()).checks)
     model(*image()).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Resizing(nn.Module):
+    """Takes its skips down to the resolution where it joins them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), []
+        for layer in self.down:
+            kept.append(layer(x).tanh())
+            x = F.avg_pool2d(kept[-1], 2)
+        x = self.mid(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, F.interpolate(kept.pop(), x.shape[-2:])], dim=1)).tanh()
+        return x
+
+
+def test_the_shape_of_a_skip_is_that_at_its_join() -> None:
+    model, example = Resizing(), (randn(1, 3, 16, 16),)
+    skips = scalelong.find_skips(model, *example)
+    assert skip_shapes(model, skips, (example, {})) == [(1, 4, 4, 4), (1, 4, 4, 4)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
+from scalelong.skips.generate import generated_example
 from tests.families import FAMILIES, build, output
 from tests.standins import FOUND, TutorialUNet, image, randn
 
@@ -145,6 +146,45 @@ def test_a_weight_that_serves_elsewhere_too_is_refused() -> None:
     scalelong.apply(model, "cs", kappa=0.5, example=image())
     with pytest.raises(ValueError, match=r"up2\.0\.weight is used 2 times"):
         scalelong.fold(model, *image())
+
+
+def test_a_grouped_convolution_is_refused() -> None:
+    model = TutorialUNet().eval()
+    model.up2[0] = nn.Conv2d(32, 8, 3, padding=1, groups=2)
+    scalelong.apply(model, "cs", kappa=0.5, example=image())
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"fold: skip 2 .*up2\.0\.weight is a grouped convolution"):
+        scalelong.fold(model, *image())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_half_precision_folds_within_its_rounding() -> None:
+    """The promise is about the weights as they are stored: seen in double precision, they are off by their rounding."""
+    family = FAMILY["UViT"]
+    model, inputs = build(family).half(), family.inputs()
+    scalelong.apply(model, "universal", kappa=0.3)
+    expected = output(copy.deepcopy(model).double(), {k: v.double() for k, v in inputs.items()})
+    with pytest.raises(ValueError, match=r"would deviate by .*more than tolerance=1\.0e-06"):
+        scalelong.fold(model, tolerance=1e-6)
+    scalelong.fold(model)
+    assert model.out_blocks[0].skip_linear.weight.dtype == torch.float16
+    got = deviation(output(model.double(), {k: v.double() for k, v in inputs.items()}), expected)
+    assert 1e-6 < got < torch.finfo(torch.float16).eps
+
+
+def test_all_skips_folded_together_keep_within_the_tolerance() -> None:
+    model = shortcut_unet(eps=1e-4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    scalelong.apply(model, "universal", kappa=0.5)
+    _, inputs = generated_example(model)
+    folded = copy.deepcopy(model)
+    scalelong.fold(folded, tolerance=0.5)
+    whole = deviation(output(folded, inputs), output(model, inputs))
+    with pytest.raises(ValueError, match=r"fold: skip 4 .*would deviate by"):
+        scalelong.fold(model, tolerance=0.999 * whole)
+    scalelong.fold(model, tolerance=1.001 * whole)
 
 
 def test_an_unknown_class_needs_an_example() -> None:

@@ -68,11 +68,23 @@ def test_other_options_are_refused_when_loading(method: str, options: dict[str, 
         other.load_state_dict(model.state_dict())
 
 
-def test_another_balance_in_the_weights_is_refused() -> None:
-    model, other = build(UNET), build(UNET)
-    scalelong.apply(model, "mp_cat", t=0.3)
-    scalelong.apply(other, "mp_cat", t=0.5)
-    with pytest.raises(ValueError, match=r"scalelong\.factors: the weights were trained with"):
+@pytest.mark.parametrize(
+    ("method", "option", "values", "key"),
+    [
+        ("mp_cat", "t", (0.3, 0.5), "factors"),
+        ("mp_cat", "t", (0.49, 0.5), "factors"),
+        ("freeu", "s1", (0.88, 0.9), "factors"),
+        ("stable_tau", "tau", (0.103, 0.1), "tau"),
+    ],
+)
+def test_another_number_in_the_weights_is_refused(
+    method: str, option: str, values: tuple[float, float], key: str
+) -> None:
+    family = UVIT if method == "stable_tau" else UNET
+    model, other = build(family), build(family)
+    scalelong.apply(model, method, **{option: values[0]})
+    scalelong.apply(other, method, **{option: values[1]})
+    with pytest.raises(ValueError, match=rf"scalelong\.{key}: the weights were trained with"):
         other.load_state_dict(model.state_dict())
 
 

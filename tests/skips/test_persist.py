@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import scalelong
 from tests.families import FAMILIES, build, output
+from tests.standins import TutorialUNet, image
 
 UNET = FAMILIES[0]
 
@@ -51,6 +54,64 @@ def test_damaged_weights_leave_the_model_unscaled(saved) -> None:
     assert torch.equal(output(other, UNET.inputs()), before)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: {**w, "conv_in.bias": torch.zeros(3)},
+            r"1 of the weights do not fit.*conv_in\.bias has shape \(3,\)",
+        ),
+        (lambda w: {**w, "extra": torch.zeros(3)}, "1 of the weights do not fit.*extra is not in the model"),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "conv_in.bias"},
+            r"conv_in\.bias is missing; build the model as",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(saved, change, message: str, scaled: bool) -> None:
+    other = build(UNET, seed=2)
+    if scaled:
+        scalelong.apply(other, "cs", kappa=0.6)
+    before = copy.deepcopy(other.state_dict())
+    save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        scalelong.load(other, saved)
+    assert list(other.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
+def test_weights_that_share_their_memory_are_saved_once_and_loaded(tmp_path) -> None:
+    class Tied(TutorialUNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.attention
+
+    torch.manual_seed(0)
+    model, other = Tied().eval(), Tied().eval()
+    scalelong.apply(model, "cs", example=image())
+    scalelong.save(model, tmp_path)
+    assert torch.equal(scalelong.load(other, tmp_path, example=image())(*image()), model(*image()))
+
+
+def test_from_pretrained_hands_the_hub_what_is_meant_for_it(tmp_path, monkeypatch) -> None:
+    import huggingface_hub
+
+    model, asked = build(UNET), {}
+    scalelong.apply(model, "cs", kappa=0.6)
+    model.save_pretrained(tmp_path)
+
+    def download(name: str, allow_patterns: list[str], **options: object) -> str:
+        asked.update({"name": name, **options})
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub = {"revision": "v2", "token": "secret", "cache_dir": str(tmp_path / "cache"), "local_files_only": True}
+    loaded = scalelong.from_pretrained(type(model), "someone/model", **hub)
+    assert asked == {"name": "someone/model", **hub}
+    assert scalelong.coefficients(loaded)[1] == 0.6
+
+
 @pytest.mark.parametrize("missing", ["model.safetensors", "scalelong.json"])
 def test_a_missing_file_is_named(saved, missing: str) -> None:
     (saved / missing).unlink()
@@ -78,7 +139,7 @@ def test_from_pretrained_of_an_unscaled_folder_says_what_to_do(tmp_path) -> None
 
 
 def test_a_detected_model_is_saved_and_loaded_with_an_example(tmp_path) -> None:
-    from tests.standins import AdditiveUNet, image
+    from tests.standins import AdditiveUNet
 
     model, other = AdditiveUNet(), AdditiveUNet()
     scalelong.apply(model, "ls", module="ie", example=image())
@@ -88,3 +149,28 @@ def test_a_detected_model_is_saved_and_loaded_with_an_example(tmp_path) -> None:
     scalelong.load(other, tmp_path, example=image())
     assert torch.equal(other(*image()), model(*image()))
     scalelong.load(other, tmp_path)  # scaled already: no example needed
+
+
+def test_gates_are_those_of_the_variant(tmp_path) -> None:
+    model = build(UNET)
+    scalelong.apply(model, "ls")
+    kept = {}
+    for variant in (None, "non_ema"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+        model.save_pretrained(tmp_path, variant=variant)
+        kept[variant] = copy.deepcopy(model.state_dict())
+    for variant, expected in kept.items():
+        found = scalelong.from_pretrained(type(model), tmp_path, variant=variant).state_dict()
+        assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_a_folder_without_its_gates_is_refused_with_the_reason(tmp_path) -> None:
+    model = build(UNET)
+    scalelong.apply(model, "ls")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if not k.startswith("scalelong.")}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"hold no scalelong\.gates\..* for ls.*; write the folder by save_pretrained"):
+        scalelong.from_pretrained(type(model), tmp_path)

@@ -169,3 +169,14 @@ def test_what_it_is_not_for_is_refused(build_model, method, options, message) ->
     with pytest.raises(ValueError, match=f"placement: {message}"):
         scalelong.apply(model, method, example=image(), **options)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("part", ["norm", "short"])
+def test_a_module_that_serves_two_blocks_is_refused(part: str) -> None:
+    model = net(4)
+    setattr(model.up[2], part, getattr(model.up[1], part))
+    with pytest.raises(
+        ValueError, match=r"placement: skip 1 .*needs a GroupNorm module and a shortcut module, each called"
+    ):
+        scalelong.apply(model, "cs", kappa=0.5, placement="after_norm", example=randn(2, 3, 8, 8))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -98,7 +98,7 @@ class Network:
 
 def as_network(model: nn.Module) -> Network:
     """One way to call a UViT, a diffusers UNet (compiled or in DDP too) or any model of (x, time, ...)."""
-    parameters = inspect.signature(_unwrapped(model).forward).parameters
+    parameters = inspect.signature(unwrapped(model).forward).parameters
     names = {"class_labels": "class_labels"} if "class_labels" in parameters else {}
     for theirs in ("context", "encoder_hidden_states"):
         if theirs in parameters:
@@ -106,10 +106,10 @@ def as_network(model: nn.Module) -> Network:
     return Network(model, names, {"return_dict": False} if "return_dict" in parameters else {})
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's or DistributedDataParallel's, whose forward names no arguments."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module inside torch.compile's or DDP's: its forward names its arguments, hooks on it run."""
     for attribute, wrapper in (("_orig_mod", "OptimizedModule"), ("module", "DistributedDataParallel")):
         if type(model).__name__ == wrapper:
             inner: nn.Module = getattr(model, attribute)
-            return _unwrapped(inner)
+            return unwrapped(inner)
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from scalelong.skips.branches import residual_branches
 from scalelong.skips.detect import detect
 from scalelong.skips.example import as_call, is_meta
 from scalelong.skips.generate import generated_example
-from scalelong.skips.guard import check_unwrapped
+from scalelong.skips.guard import check_unwrapped, forget_compiled
 from scalelong.skips.hooks import ROOT_NAME, attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
 from scalelong.skips.known import known_families, known_skips
 from scalelong.skips.operands import holding_both, with_operands
@@ -69,8 +70,9 @@ class Handle:
 def find_skips(model: nn.Module, *example_args: Any, **example_kwargs: Any) -> list[LongSkip]:
     """The long skips of a model, index 1 = outermost: where each is made and used, its size, how far kappa reaches.
 
-    Models of known families need no example. Any other model is run once on the example; with an example, how far kappa
-    reaches is measured. The model and all random states are left as they were.
+    Models of known families need no example. Any other model is run once on the example to find its N skips. With an
+    example, how far kappa reaches is measured: a deep copy of the model is run 3N + 1 times. The model, the example and all
+    random states are left as they were.
     """
     call = (example_args, example_kwargs) if example_args or example_kwargs else None
     return _find(model, call)[0]
@@ -119,7 +121,7 @@ def apply(
     ones; shared, reduction, module, activation and axis for "ls". Peers: "mp_cat" (t), "layernorm" (affine, eps), "freeu"
     (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau). On any error the model is left as it was.
     example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
-    Skips found this way are checked by `verify` before `apply` returns.
+    Skips found this way are checked by `verify` before `apply` returns: 2N + 3 more runs of deep copies, most with gradients.
     placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
     on the skip's channels behind the norm, and on the shortcut's input; for constant methods.
     kappa="auto" for "cs": see `scalelong.skips.auto`.
@@ -140,12 +142,13 @@ def apply(
     branches = residual_branches(model) if config.needs == "blocks" else []
     with torch.inference_mode(False):  # gates made in inference mode could never be trained
         scaling = config.build([skip.size for skip in skips], len(branches))
+        _match(scaling, model)
     if scaling.changes_main:
         skips = holding_both(model, skips, call, method)
-    _match(scaling, model)
     attach(model, skips, scaling, branches)
     if call is not None and (detected or placement != "before") and not is_meta(model):
         _verify_or_undo(model, call)
+    forget_compiled()
     write_config(model, config, len(skips), placement)
     return Handle(model, skips, config)
 
@@ -181,6 +184,7 @@ def remove(model: nn.Module) -> None:
     """Take a scaling off: afterwards the model, its state dict and its config are as before `apply`."""
     scaling_of(model)
     detach(model)
+    forget_compiled()
     write_config(model, None)
 
 
@@ -196,11 +200,15 @@ def describe(config: Description, num_skips: int, placement: Placement) -> dict[
 
 
 def _match(scaling: Scaling, model: nn.Module) -> None:
-    """The model's device, dtype and mode."""
+    """The mode of the model, and the device and dtype of most of its weights."""
     scaling.train(model.training)
-    reference = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if reference is not None:
-        scaling.to(device=reference.device, dtype=reference.dtype)
+    weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            weights[parameter.device, parameter.dtype] += parameter.numel()
+    if weights:
+        (device, dtype), _ = weights.most_common(1)[0]
+        scaling.to(device=device, dtype=dtype)
 
 
 def write_config(model: Any, config: Description | None, num_skips: int = 0, placement: Placement = "before") -> None:

@@ -1,4 +1,4 @@
-"""An example call of a model, and running it without leaving a trace: modes, buffers and random states come back."""
+"""An example call of a model, and running it without leaving a trace: all that a forward may change comes back."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def on_device_of(model: nn.Module, call: Call) -> Call:
-    """The call itself, or its tensors on the meta device where the model is there."""
-    if not is_meta(model):
-        return call
-    args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), call)
+def own_copy(call: Call, meta: bool = False) -> Call:
+    """The same call with tensors that a forward may change in place, on the meta device if asked for."""
+    args, kwargs = map_tensors(lambda tensor: tensor.to("meta") if meta else tensor.detach().clone(), call)
     return args, kwargs
 
 
@@ -77,7 +75,7 @@ def run_example(model: nn.Module, call: Call) -> Any:
     """model(*args, **kwargs), compiled parts run as they were written; its own error is chained under one of ours."""
     args, kwargs = call
     try:
-        with _uncompiled():
+        with uncompiled():
             return model(*args, **kwargs)
     except Exception as error:
         raise ValueError(
@@ -86,15 +84,35 @@ def run_example(model: nn.Module, call: Call) -> Any:
         ) from error
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def uncompiled() -> AbstractContextManager[Any]:
+    """What `torch.compile` or `module.compile()` compiled runs as it was written: hooks would compile it anew each time."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
+class _Assigned:
+    """What the attributes and buffers of a module are; a counter beside a cache must come back with it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.cls = module, type(module)
+        self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
+
+    def restore(self) -> None:
+        if type(self.module) is not self.cls:
+            return  # a lazy module that now has its weights
+        now = vars(self.module)
+        now.update({name: value for name, value in self.attributes.items() if name in now})
+        self.module._buffers.update(self.buffers)
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode, torch not in inference mode; then modes, buffers and random states come back."""
+    """Inside, the model is in eval mode, torch not in inference mode; then all is as it was.
+
+    Modes, buffers, what a forward assigns to attributes of its modules, and random states come back.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    assigned = [_Assigned(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     kept = [
         buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()
     ]  # those cannot change
@@ -109,6 +127,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        for each in assigned:
+            each.restore()
         with torch.no_grad():
             for buffer, version, before in buffers:
                 if buffer._version != version:

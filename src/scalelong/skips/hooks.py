@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scalelong.scaling import Scaling
 from scalelong.skips.branches import Branches
-from scalelong.skips.guard import check_state_dict
+from scalelong.skips.guard import check_state_dict, renew_constants, wrapper_of
 from scalelong.skips.sites import Call, LongSkip, OutputChannels, Take
 
 ROOT_NAME = "scalelong"  # the gates' place in the model and in its state dict
@@ -76,6 +76,7 @@ def attach(model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling, branch
     model.add_module(ROOT_NAME, scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(renew_constants)  # type: ignore[no-untyped-call]
 
 
 def detach(model: nn.Module) -> None:
@@ -88,6 +89,9 @@ def detach(model: nn.Module) -> None:
     hooks = model._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
         del hooks[key]
+    savers = model._state_dict_pre_hooks
+    for key in [key for key, hook in savers.items() if hook is renew_constants]:
+        del savers[key]
 
 
 def consumers(model: nn.Module) -> Iterator[nn.Module]:
@@ -117,7 +121,9 @@ def scaling_of(model: nn.Module) -> Scaling:
     """The scaling on a model; a ValueError where there is none."""
     scaling = model._modules.get(ROOT_NAME)
     if not isinstance(scaling, Scaling):
-        raise ValueError(f"model: this {type(model).__name__} is not scaled; call scalelong.apply(model, ...) first")
+        wrapper = wrapper_of(model)
+        remedy = f"pass the model that {wrapper} wraps" if wrapper else "call scalelong.apply(model, ...) first"
+        raise ValueError(f"model: this {type(model).__name__} is not scaled; {remedy}")
     return scaling
 
 

@@ -120,7 +120,8 @@ def longest_nest(loops: Sequence[Loop]) -> list[Loop]:
 def long_loops(trace: Trace) -> list[Loop]:
     """The long skips of a traced network, outermost first; `NoLongSkipsError` says why there are none."""
     groups: dict[tuple[object, ...], list[Loop]] = defaultdict(list)
-    for loop in find_loops(trace):
+    loops = find_loops(trace)
+    for loop in loops:
         owner = type(trace.calls[loop.owner].module) if loop.owner >= 0 else None
         groups[owner, loop.kind, loop.kind == "add" and loop.around_one_module].append(loop)
     nests = [_nest_of(trace, group) for group in groups.values()]
@@ -144,7 +145,45 @@ def long_loops(trace: Trace) -> list[Loop]:
             f"{longest} of its skips are clear, but {_place(trace, missed)} joins something in the same way that does not "
             "come straight from the layers before it; not all skips would be scaled"
         )
+    other = _left_out(trace, clean[0], nests) or _same_around(clean[0].loops, loops)
+    if other is not None:
+        raise NoLongSkipsError(
+            f"{longest} of its skips are clear, but {_place(trace, other.join)} joins another (by {other.kind}) in another "
+            "way or in a module of another class; not all skips would be scaled. Join all of them alike to have them found"
+        )
     return clean[0].loops
+
+
+def _left_out(trace: Trace, chosen: _Nest, nests: Sequence[_Nest]) -> Loop | None:
+    """A long skip of another sort: it nests with all that are chosen, or others nest with it, as in a second U.
+
+    x + f(x) inside them all, added where x stands, is the residual of the middle.
+    """
+    for nest in nests:
+        if nest is chosen or not nest.loops:
+            continue
+        if len(nest.loops) > 1 and nest.trouble is None:
+            return nest.loops[0]
+        for loop in nest.loops:
+            middle = loop.kind == "add" and trace.nodes[loop.join].call == loop.owner
+            if middle and all(_lies_in(loop, each) for each in chosen.loops):
+                continue
+            if all(_lies_in(loop, each) or _lies_in(each, loop) for each in chosen.loops):
+                return loop
+    return None
+
+
+def _same_around(nest: Sequence[Loop], loops: Sequence[Loop]) -> Loop | None:
+    """Where the chosen ones are x + f(x) with the next inside f: another such around the innermost."""
+    if nest[0].kind != "add" or not nest[0].around_one_module:
+        return None
+    known = {each.join for loop in nest for each in (loop, *loop.again)}
+    alike = (loop for loop in loops if loop.kind == "add" and loop.around_one_module and loop.join not in known)
+    return next((loop for loop in alike if _lies_in(nest[-1], loop)), None)
+
+
+def _lies_in(inner: Loop, outer: Loop) -> bool:
+    return outer.source <= inner.source and inner.join < outer.join
 
 
 def _unexplained(trace: Trace, nest: Sequence[Loop]) -> int | None:

@@ -43,7 +43,7 @@ def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list
         return [None] * len(skips)
     if len(found.loops) != len(skips):
         return [None] * len(skips)
-    return [found.trace.nodes[loop.line[0]].shape for loop in found.loops]
+    return [found.trace.nodes[loop.operand].shape for loop in found.loops]
 
 
 def holding_both(model: nn.Module, skips: Sequence[LongSkip], call: Call | None, method: str) -> list[LongSkip]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
+HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,13 +62,18 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
             raise FileNotFoundError(f"{folder / name}: not found; a folder written by scalelong.save holds it")
     stored = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
     with _scaled_as(model, stored, example):
+        _check_fit(model, folder / WEIGHTS_NAME)
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
 
 
 def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Model:
-    """`cls.from_pretrained(folder)` with the scaling that the diffusers model carried when `save_pretrained` wrote it."""
-    source = _local_folder(folder) / options.pop("subfolder", "")
+    """`cls.from_pretrained(folder)` with the scaling that the diffusers model carried when `save_pretrained` wrote it.
+
+    folder: on disk or on the hub; options: what `cls.from_pretrained` takes, revision and token of the hub among it.
+    """
+    hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+    source = _local_folder(folder, hub) / options.pop("subfolder", "")
     stored = json.loads((source / "config.json").read_text()).get(CONFIG_KEY)
     if stored is None:
         raise ValueError(
@@ -77,8 +84,13 @@ def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Mod
     with _quiet_diffusers():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = _read_gates(source)
+    gates = _read_gates(source, options.get("variant"))
     with _scaled_as(model, scaling):
+        if missing := scaling_of(model).state_dict().keys() - gates.keys():
+            raise ValueError(
+                f"{source}: its safetensors hold no scalelong.{min(missing)} for {scaling.config}; write the folder by "
+                "save_pretrained of the scaled model (EMAModel leaves the scaling out)"
+            )
         scaling_of(model).load_state_dict(gates)
     return model
 
@@ -135,17 +147,44 @@ def _count_skips(model: nn.Module, example: Any) -> int:
     return len(find_skips(model, *args, **kwargs))
 
 
-def _local_folder(folder: str | Path) -> Path:
+def _check_fit(model: nn.Module, weights: Path) -> None:
+    """Names and shapes, before anything is loaded; of weights that share their memory, one is stored for all."""
+    with safe_open(str(weights), framework="pt") as tensors:
+        given = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    own = model.state_dict()
+    stored = {_memory(own[key]) for key in given if key in own}
+    trouble = [f"{key} is not in the model" for key in given if key not in own]
+    trouble += [f"{key} is missing" for key, value in own.items() if key not in given and _memory(value) not in stored]
+    trouble += [
+        f"{key} has shape {shape}, in the model {tuple(own[key].shape)}"
+        for key, shape in given.items()
+        if key in own and tuple(own[key].shape) != shape
+    ]
+    if trouble:
+        raise ValueError(
+            f"{weights}: {len(trouble)} of the weights do not fit this {type(model).__name__}, so none is loaded: "
+            f"{trouble[0]}; build the model as it was when it was saved"
+        )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _local_folder(folder: str | Path, hub: dict[str, Any]) -> Path:
     if Path(folder).is_dir():
         return Path(folder)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"]))
+    return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub))
 
 
-def _read_gates(folder: Path) -> dict[str, Tensor]:
+def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
+    """From the files of one variant, whole or in parts, as diffusers names them."""
     gates: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
+    dot, part = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
+    name = re.compile(rf"diffusion_pytorch_model({part}{dot}|{dot}{part})\.safetensors")
+    for file in sorted(file for file in folder.iterdir() if name.fullmatch(file.name)):
         with safe_open(str(file), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 if key.startswith(f"{ROOT_NAME}."):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.skips.detect import Detection, detect
-from scalelong.skips.example import is_meta, run_example, undisturbed
+from scalelong.skips.example import is_meta, own_copy, run_example, undisturbed
 from scalelong.skips.loops import Loop, NoLongSkipsError
 from scalelong.skips.sites import Call, LongSkip, Reach
 from scalelong.skips.trace import Trace
@@ -84,8 +84,9 @@ def _values(
     """What the calls `ops` give with the operand scaled by `factor`."""
     with undisturbed(model), torch.no_grad():
         torch.manual_seed(0)
+        call = own_copy(example)
         with oracle_mode(found, loop, factor, ops) as mode:
-            run_example(model, example)
+            run_example(model, call)
     return {op: torch.cat([t.double().flatten() for t in given]) for op, given in mode.outputs.items()}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from scalelong.skips.example import on_device_of, run_example, tensors_in, undisturbed
+from scalelong.skips.example import is_meta, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.joins import KINDS, CountingMode, JoinCall, Kind, Which
 from scalelong.skips.sites import Argument, Call, Item
 
@@ -230,13 +230,13 @@ def _named_arguments(
 
 def trace(model: nn.Module, call: Call) -> Trace:
     """Run the model once on the example, without gradients, and return the graph. The model is left as it was."""
-    args, kwargs = on_device_of(model, call)
     recorder = _Recorder(model)
-    for tensor in tensors_in([args, kwargs]):
-        if tensor not in recorder.node_of:
-            recorder.add(tensor, [], INPUT)
     handles = []
     with undisturbed(model), torch.no_grad():
+        call = own_copy(call, is_meta(model))
+        for tensor in tensors_in(call):
+            if tensor not in recorder.node_of:
+                recorder.add(tensor, [], INPUT)
         try:
             for module in model.modules():
                 if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
@@ -244,7 +244,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
                 handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
             with recorder:
-                result = run_example(model, (args, kwargs))
+                result = run_example(model, call)
         finally:
             for handle in handles:
                 handle.remove()

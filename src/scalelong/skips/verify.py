@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scalelong.scaling import ConstantScaling
 from scalelong.skips.detect import Detection, detect
-from scalelong.skips.example import is_meta, map_tensors, run_example, tensors_in, undisturbed
+from scalelong.skips.example import is_meta, map_tensors, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
 from scalelong.skips.joins import ScaleOperand, ScaleSlices
 from scalelong.skips.loops import Loop, NoLongSkipsError
@@ -116,9 +116,9 @@ def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Modul
     detach(plain)
     try:
         doubled = copy.deepcopy(plain).double()
-        args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, call)
-        with torch.no_grad():
-            doubled(*args, **kwargs)
+        args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, own_copy(call))
+        with undisturbed(doubled), torch.no_grad():
+            run_example(doubled, own_copy((args, kwargs)))
     except Exception:  # noqa: BLE001 - a forward that fixes its own precision: it is checked in that
         dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
         return hooked, plain, call, dtype
@@ -149,8 +149,9 @@ class _Result:
 
 def _run(model: nn.Module, call: Call, oracle: tuple[ScaleOperand | ScaleSlices, int] | None = None) -> _Result:
     """Outputs, and gradients of all weights and inputs; under an oracle, which must act as often as is said."""
-    args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), call)
     with undisturbed(model), torch.enable_grad():
+        leaves = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), own_copy(call))
+        args, kwargs = map_tensors(torch.clone, leaves)  # a leaf could not be changed in place
         torch.manual_seed(0)  # noise that a forward draws is the same in every run
         if oracle is None:
             result = run_example(model, (args, kwargs))
@@ -162,7 +163,7 @@ def _run(model: nn.Module, call: Call, oracle: tuple[ScaleOperand | ScaleSlices,
                 raise VerificationError("verify: two runs of the model on the same example do not take the same path")
         parts = [t.flatten() for t in tensors_in(result) if t.is_floating_point()]
         output = torch.cat([part.to(parts[0].dtype) for part in parts])
-    return _Result(output.detach(), _gradients(model, output, list(tensors_in([args, kwargs]))))
+    return _Result(output.detach(), _gradients(model, output, list(tensors_in(leaves))))
 
 
 def _gradients(model: nn.Module, output: Tensor, inputs: list[Tensor]) -> list[Tensor] | None:

@@ -6,16 +6,18 @@ probe.step()                                                  # in it, after bac
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from scalelong.backbones.unet import unwrapped
+from scalelong.skips.example import uncompiled, undisturbed
 
 DEFAULT_EVERY = 50  # steps; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
 
@@ -83,7 +85,7 @@ class OscillationProbe:
     ) -> None:
         if every < 1:
             raise ValueError(f"every: must be at least 1, got {every}")
-        self.model = _unwrapped(model)
+        self.model = unwrapped(model)
         self.blocks = list(blocks) if blocks is not None else stages(self.model)
         self._modules = {name: self._module(name) for name in self.blocks}
         self.inputs: tuple[Any, ...] | Mapping[str, Any] = (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -137,7 +139,7 @@ class OscillationProbe:
 
         handles = [module.register_forward_hook(keep(name)) for name, module in self._modules.items()]
         try:
-            with _unchanged(self.model), _eager():
+            with undisturbed(self.model), uncompiled():
                 if isinstance(self.inputs, Mapping):
                     self.model(**self.inputs)
                 else:
@@ -166,37 +168,9 @@ class OscillationProbe:
         return modules[name]
 
 
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, with the modes and the buffers put back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for buffer, before in buffers:
-            buffer.copy_(before)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Without what `module.compile()` compiled: the hooks of a measurement would compile it anew each time."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6
-    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
-
-
 def _values(inputs: tuple[Any, ...] | Mapping[str, Any]) -> list[Any]:
     return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
 
 
 def _is_main_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's or DDP's: hooks on it run, and it is what the names refer to."""
-    while type(model).__name__ in ("OptimizedModule", "DistributedDataParallel"):
-        model = model.get_submodule("_orig_mod" if type(model).__name__ == "OptimizedModule" else "module")
-    return model

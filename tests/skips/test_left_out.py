@@ -1,0 +1,164 @@
+"""Networks some of whose long skips are of another sort than most: none may be left unscaled without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import scalelong
+from tests.standins import image
+
+
+def conv(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+class Add(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv(8, 8)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return F.silu(self.conv(x + skip))
+
+
+class Cat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv(16, 8)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return F.silu(self.conv(torch.cat([x, skip], dim=1)))
+
+
+class Decoder(nn.Module):
+    """A U whose decoder blocks are of the given classes, innermost first; with `residual`, its middle is x + f(x)."""
+
+    def __init__(self, blocks: Sequence[type[nn.Module]], residual: bool = False) -> None:
+        super().__init__()
+        self.first, self.mid, self.out, self.residual = (
+            conv(3, 8),
+            nn.ModuleList([conv(8, 8), conv(8, 8)]),
+            conv(8, 3),
+            residual,
+        )
+        self.down, self.up = nn.ModuleList(conv(8, 8) for _ in blocks), nn.ModuleList(block() for block in blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for layer in self.down:
+            x = F.silu(layer(x))
+            kept.append(x)
+        middle = self.mid[1](F.silu(self.mid[0](x)))
+        x = x + middle if self.residual else middle
+        for block in self.up:
+            x = block(x, kept.pop())
+        return self.out(x)
+
+
+class Level(nn.Module):
+    """A UNet level with the next one inside it."""
+
+    def __init__(self, inner: nn.Module, add: bool) -> None:
+        super().__init__()
+        self.down, self.inner, self.up, self.add = conv(8, 8), inner, conv(8 if add else 16, 8), add
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.down(x).tanh()
+        return self.up(kept + self.inner(kept) if self.add else torch.cat([kept, self.inner(kept)], dim=1)).tanh()
+
+
+class OtherLevel(Level):
+    pass
+
+
+class Levels(nn.Module):
+    """Levels of the classes that the letters name, outermost first: L a Level, O an OtherLevel."""
+
+    def __init__(self, letters: str, add: bool) -> None:
+        super().__init__()
+        levels: nn.Module = conv(8, 8)
+        for letter in reversed(letters):
+            levels = (Level if letter == "L" else OtherLevel)(levels, add)
+        self.first, self.levels = conv(3, 8), levels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.levels(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "place"),
+    [
+        ((Cat, Cat, Cat, Add, Add), r"3 of its skips are clear, but up\.4 joins another \(by add\)"),
+        ((Add, Add, Cat), r"2 of its skips are clear, but up\.2 joins another \(by cat\)"),
+        ((Add, Cat, Cat), r"2 of its skips are clear, but up\.0 joins another \(by add\)"),
+        ((Cat, Add, Cat, Add, Cat), r"3 of its skips are clear, but up\.3 joins another \(by add\)"),
+    ],
+)
+def test_a_decoder_that_joins_in_two_ways_is_refused(blocks: Sequence[type[nn.Module]], place: str) -> None:
+    with pytest.raises(scalelong.skips.NoLongSkipsError, match=f"{place}.*not all skips would be scaled"):
+        scalelong.find_skips(Decoder(blocks), *image())
+
+
+@pytest.mark.parametrize(
+    ("letters", "add", "place"),
+    [
+        ("LLO", False, r"levels\.inner\.inner"),
+        ("OLL", False, "levels"),
+        ("LOL", False, r"levels\.inner"),
+        ("LLLOO", False, r"levels\.inner\.inner\.inner"),
+        ("LLLOO", True, r"levels\.inner\.inner\.inner"),
+        ("OLL", True, "levels"),
+        ("LOL", True, r"levels\.inner"),
+    ],
+)
+def test_levels_of_two_classes_are_refused(letters: str, add: bool, place: str) -> None:
+    with pytest.raises(scalelong.skips.NoLongSkipsError, match=rf"but {place} joins another \(by"):
+        scalelong.find_skips(Levels(letters, add), *image())
+
+
+def test_a_second_u_of_another_class_is_refused() -> None:
+    class Smaller(Decoder):
+        pass
+
+    model = nn.Module()
+    model.first, model.second = Decoder((Cat, Cat, Cat)), Smaller((Add, Add))
+    model.forward = lambda x: model.second(model.first(x))
+    with pytest.raises(scalelong.skips.NoLongSkipsError, match=r"but second\.up\.1 joins another"):
+        scalelong.find_skips(model, *image())
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_residual_of_the_middle_is_no_skip(residual: bool) -> None:
+    assert [skip.used_in for skip in scalelong.find_skips(Decoder((Cat, Cat, Cat), residual), *image())] == [
+        "up.2.conv",
+        "up.1.conv",
+        "up.0.conv",
+    ]
+
+
+def test_levels_of_one_class_are_found() -> None:
+    assert len(scalelong.find_skips(Levels("LLL", add=False), *image())) == 3
+
+
+class TwoBranches(nn.Module):
+    """Two networks side by side; their outputs are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = conv(3, 8), conv(16, 3)
+        self.short = nn.Sequential(*(conv(8, 8) for _ in range(4)))
+        self.long = nn.Sequential(*(conv(8, 8) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.out(torch.cat([self.long(x), self.short(x)], dim=1))
+
+
+def test_a_branch_with_layers_of_its_own_is_no_skip() -> None:
+    with pytest.raises(scalelong.skips.NoLongSkipsError, match="no long skip connections"):
+        scalelong.find_skips(TwoBranches(), *image())
