@@ -1,12 +1,14 @@
 """recommend_kappa: the interval from the data, its inversion for CS, clamps and refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DModel
 
 from scalelong.backbones import UViT, UViTConfig
-from scalelong.cli.kappa import Kappa, count_skips
+from scalelong.cli.kappa import Kappa, count_skips, summary
 from scalelong.cli.main import main
 from scalelong.data import MemorySource, load_source
 from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, draw_time_and_noise
@@ -115,6 +117,13 @@ def test_few_skips_and_small_ratios_are_clamped_and_said() -> None:
     assert large.kappa_interval[0] == 0.0
     assert "below 1" in large.warnings[0]
     assert "does nothing" in recommend(images(0.5), 1).warnings[0]
+
+
+def test_a_method_without_a_kappa_is_not_told_to_have_one() -> None:
+    found, config = recommend(images(0.5)), get_preset("digits-demo")
+    assert "kappa in the settings     0.7 (cs)" in summary(found, config)
+    gated = dataclasses.replace(config, scaling=dataclasses.replace(config.scaling, method="ls"))
+    assert "in the settings" not in summary(found, gated)
 
 
 def test_data_outside_the_range_are_said_with_the_effect_on_the_interval() -> None:
