@@ -31,7 +31,7 @@ class Source(ABC):
     caption_counts: Tensor | None = None  # (n,) how many captions each item has, one after another; None: one each
     class_names: list[str]
     images: Tensor | None = None  # uint8 (n, C, H, W) where the set is held in memory
-    max_workers: int | None = None  # how many processes may read it at a time; None: any number
+    max_workers: int | None = None  # how many processes may read it at a time; None: any number; 0: a thread reads it
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -8,7 +8,9 @@ of the source.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +87,7 @@ class DeviceLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """For sets that do not fit: worker processes read ahead, `prefetch` batches each."""
+    """For sets that do not fit: worker processes, or a thread where none may, read ahead, `prefetch` batches each."""
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class StreamLoader(Loader):
             raise ValueError(f"data: workers must be >= 0 and prefetch >= 1, got {workers} and {prefetch}")
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
         self.prefetch = prefetch
+        self.by_thread = workers > self.workers == 0
 
     def batch(self, index: Tensor) -> Batch:
         """The batch of these global sample indices, read here and now."""
@@ -108,7 +111,7 @@ class StreamLoader(Loader):
         return self._receive(_Reader(self.source).__getitems__((index.tolist(), self.items(index).tolist())))
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        """Takes up to workers * prefetch index tensors ahead of what it has returned."""
+        """Takes up to max(workers, 1) * prefetch index tensors ahead of what it has returned."""
         requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
         replies: DataLoader[_Reply] = DataLoader(
             _Reader(self.source),
@@ -119,7 +122,7 @@ class StreamLoader(Loader):
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # leaves the global generator alone
         )
-        return map(self._receive, replies)
+        return map(self._receive, _read_ahead(replies, self.prefetch) if self.by_thread else replies)
 
     def _receive(self, reply: _Reply) -> Batch:
         indices, rows, images = reply
@@ -128,6 +131,16 @@ class StreamLoader(Loader):
         index, items = torch.tensor(indices, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
         on_device = items.to(self.device, non_blocking=True)
         return self._finish(index, items, images.to(self.device, non_blocking=True), on_device)
+
+
+def _read_ahead(replies: Iterable[_Reply], count: int) -> Iterator[_Reply]:
+    """The replies in order; a thread asks for `count` of them before they are wanted."""
+    rest = iter(replies)
+    with ThreadPoolExecutor(1) as pool:
+        asked = deque(pool.submit(next, rest, None) for _ in range(count))
+        while (reply := asked.popleft().result()) is not None:
+            asked.append(pool.submit(next, rest, None))
+            yield reply
 
 
 class _Reader(Dataset[_Reply]):

@@ -37,7 +37,7 @@ WINDOW = 4096  # rows held in memory at a time, still encoded
 class StreamedSource(PictureSource):
     """The images of a stream; labels and captions are read first, in a pass over their columns alone."""
 
-    max_workers = 1  # a second process would stream everything a second time
+    max_workers = 0  # each process would stream everything again, and Arrow's threads may hang in one that was forked
 
     def __init__(self, name: str, image_size: int | None = None, split: str = "train", window: int = WINDOW) -> None:
         name, _, rows = name.partition("#")
