@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scalelong.backbones.fused import drawing_type, is_plain, linear_gelu
+from scalelong.backbones.fused import add_product_, attention, drawing_type, is_plain, linear_gelu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,8 @@ class SkipLinear(nn.Linear):
                 gated = F.linear(skip, weight_skip)
                 return torch.addcmul(main, coefficient.to(gated.dtype), gated)
             skip, coefficient = skip * coefficient, 1.0
+        if drawing_type(x) == main.dtype:
+            return add_product_(main, skip, weight_skip, coefficient)
         joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t(), alpha=coefficient)
         return joined.view(main.shape)
 
@@ -120,9 +122,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value)  # (B, heads, T, D / heads)
-        projected: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
+        projected: Tensor = self.proj(attention(self.qkv(x), self.heads))
         return projected
 
 
@@ -135,10 +135,12 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = drawing_type(x) if is_plain(self.fc1) else None
-        hidden = F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
-        mixed: Tensor = self.fc2(hidden)
+        mixed: Tensor = self.fc2(self.hidden(x))
         return mixed
+
+    def hidden(self, x: Tensor) -> Tensor:
+        dtype = drawing_type(x) if is_plain(self.fc1) else None
+        return F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
 
 
 class Block(nn.Module):
@@ -156,7 +158,14 @@ class Block(nn.Module):
         if self.skip_linear is not None:
             x = self.skip_linear(x, skip)
         x = x + self.attn(self.norm1(x))
-        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return self._add_mlp(x, self.norm2(x))
+
+    def _add_mlp(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x + mlp(normed), in one product where images are drawn and nothing else listens."""
+        mlp = self.mlp
+        if drawing_type(x) == x.dtype and is_plain(mlp, Mlp) and is_plain(mlp.fc2):
+            return add_product_(x + mlp.fc2.bias.to(x.dtype), mlp.hidden(normed), mlp.fc2.weight)
+        mixed: Tensor = x + mlp(normed)
         return mixed
 
 
