@@ -144,6 +144,13 @@ def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
     assert [(r["step"], r["metric"]) for r in records if r["kind"] == "evaluation"] == [(4, "FD(random-conv-64-seed0)")]
 
 
+def test_a_wrong_way_to_evaluate_is_refused_before_training(tmp_path, capsys) -> None:
+    arguments = ["train", "digits-demo", "--out", str(tmp_path / "run"), "--evaluate-every", "4"]
+    assert main([*arguments, "--evaluate-precision", "fp8"]) == 1
+    assert "evaluation.precision: must be one of fp32, bf16, fp16, got 'fp8'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_data_is_checked(capsys, tmp_path) -> None:
     assert main(["data", "check", "digits"]) == 0
     assert "digits: 1,797 images of 1 x 8 x 8, no problem found" in capsys.readouterr().out

@@ -43,11 +43,6 @@ class Evaluate:
 def main(arguments: list[str]) -> None:
     """Load, draw, measure, record."""
     command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
-    run = load_run(command.run, weights=command.run_weights, step=command.checkpoint, device=command.device)
-    extractor = get_extractor(command.extractor, command.device, command.weights)
-    source = source_of(run)
-    reference = reference_statistics(source, extractor, root=run.config.data.root)
-    condition = condition_of(run, source)
     protocol = Protocol(
         command.num_samples,
         command.sampler,
@@ -57,6 +52,11 @@ def main(arguments: list[str]) -> None:
         command.compile,
         command.guidance,
     )
+    run = load_run(command.run, weights=command.run_weights, step=command.checkpoint, device=command.device)
+    extractor = get_extractor(command.extractor, command.device, command.weights)
+    source = source_of(run)
+    reference = reference_statistics(source, extractor, root=run.config.data.root)
+    condition = condition_of(run, source)
     found = []
     for seed in command.seeds:
         evaluation = evaluate_run(run, extractor, reference, protocol, seed, condition=condition)

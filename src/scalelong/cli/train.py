@@ -34,6 +34,7 @@ class Train:
     probe_every: int = 0  # record the blocks' feature and gradient norms every so many steps; 0: never
     evaluate_every: int = 0  # measure FID every so many steps; 0: never
     evaluate_samples: int = 10_000
+    evaluate_precision: str = "fp32"  # of the denoiser, for those evaluations: fp32, bf16, fp16
     evaluate_extractor: str = "inception"  # inception, or random-conv (light, and not FID)
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
@@ -63,12 +64,12 @@ def main(arguments: list[str]) -> None:
         print_estimate(settings)
         return
     default = f"runs/{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
+    protocol = Protocol(command.evaluate_samples, precision=command.evaluate_precision)
     trainer = Trainer(settings, command.out or default)
     if command.probe_every:
         trainer.observers.append(oscillation_probe(trainer, command.probe_every))
     if command.evaluate_every:
         extractor = get_extractor(command.evaluate_extractor, trainer.device)
-        protocol = Protocol(command.evaluate_samples)
         trainer.observers.append(EvaluationObserver(trainer, extractor, protocol, command.evaluate_every))
     folder = trainer.run()
     if trainer.ranks.is_main_process:

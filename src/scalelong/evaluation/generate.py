@@ -52,10 +52,7 @@ def generate_batches(
     **options: Any,  # of `scalelong.diffusion.sample`: spacing, eta, clip, and what every image's network call is given
 ) -> Iterator[Tensor]:
     """Batches of uint8 images on the CPU, in the order of their indices; a rank makes its own contiguous part of them."""
-    if precision not in _AUTOCAST:
-        raise ValueError(f"evaluation.precision: must be one of {', '.join(_AUTOCAST)}, got {precision!r}")
-    if batch_size < 1:
-        raise ValueError(f"evaluation.batch_size: must be at least 1, got {batch_size}")
+    check_drawing(batch_size, precision)
     mine = _part(_indices(num_images, indices), rank, world_size)
     module = _module_of(net)
     where = torch.device(device) if device is not None else _device_of(module)
@@ -67,6 +64,14 @@ def generate_batches(
             return sample(objective, net, (seed, index, shape), sampler=sampler, steps=steps, **options, **given)
 
     return _batches(make, to_pixels, mine, batch_size, where, show=progress and rank == 0)
+
+
+def check_drawing(batch_size: int, precision: str) -> None:
+    """Raise if images cannot be drawn so; for callers with long work before the first image."""
+    if precision not in _AUTOCAST:
+        raise ValueError(f"evaluation.precision: must be one of {', '.join(_AUTOCAST)}, got {precision!r}")
+    if batch_size < 1:
+        raise ValueError(f"evaluation.batch_size: must be at least 1, got {batch_size}")
 
 
 def _batches(

@@ -15,7 +15,7 @@ from scalelong.data import DataError, Source, load_source
 from scalelong.diffusion.sampling import sampler_in_use
 from scalelong.evaluation.evaluate import Result, evaluate_images
 from scalelong.evaluation.extractors import Extractor, RandomConvFeatures
-from scalelong.evaluation.generate import generate_batches
+from scalelong.evaluation.generate import check_drawing, generate_batches
 from scalelong.evaluation.inception import InceptionFeatures
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.statistics import FeatureStatistics
@@ -35,6 +35,9 @@ class Protocol:
     precision: str = "fp32"  # of the denoiser: fp32, bf16, fp16
     compile: bool = False
     guidance: float | None = None  # None: the run's own
+
+    def __post_init__(self) -> None:
+        check_drawing(self.batch_size, self.precision)
 
 
 @dataclass(frozen=True)
