@@ -138,6 +138,30 @@ def test_errors_name_the_argument() -> None:
         frechet_distance_of_features(torch.tensor([[math.nan, 0, math.inf]] + [[0.0] * 3] * 4), torch.zeros(5, 3))
 
 
+def test_decompositions_take_one_thread_and_give_the_others_back(monkeypatch) -> None:
+    """Two processes on the same cores would otherwise wait for each other's threads, many times as long as they work."""
+    seen: list[int] = []
+
+    def watched(name: str) -> None:
+        real = getattr(torch.linalg, name)
+        monkeypatch.setattr(torch.linalg, name, lambda matrix: seen.append(torch.get_num_threads()) or real(matrix))
+
+    watched("eigh")
+    watched("svdvals")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        frechet_distance(torch.zeros(3), torch.eye(3), torch.ones(3), torch.eye(3))
+        assert seen == [1, 1, 1]
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr(torch.linalg, "eigh", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            frechet_distance(torch.zeros(3), torch.eye(3), torch.ones(3), torch.eye(3))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_takes_numpy_arrays() -> None:
     x, y = features(50, 4, 9), features(50, 4, 10)
     assert frechet_distance_of_features(x.numpy(), y.numpy()) == frechet_distance_of_features(x, y)

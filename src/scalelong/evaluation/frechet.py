@@ -7,6 +7,8 @@ All of it is computed in float64. Legend: n samples, D features.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -63,16 +65,34 @@ def gaussian_distance(mean1: Tensor, root1: Tensor, mean2: Tensor, root2: Tensor
     of that error, once for each feature.
     """
     traces = root1.square().sum() + root2.square().sum()
-    distance = (mean1 - mean2).square().sum() + traces - 2 * torch.linalg.svdvals(root1.T @ root2).sum()
+    with _one_thread():
+        common = torch.linalg.svdvals(root1.T @ root2).sum()
+    distance = (mean1 - mean2).square().sum() + traces - 2 * common
     return max(0.0, float(distance))  # rounding may leave a trace of a negative number
 
 
 def square_root(cov: Tensor) -> Tensor:
     """S (D, rank) with S S^T = cov; directions without variance are left out, not filled with rounding noise."""
-    values, vectors = torch.linalg.eigh(cov)
+    with _one_thread():
+        values, vectors = torch.linalg.eigh(cov)
     keep = values > len(cov) * torch.finfo(cov.dtype).eps * values[-1].clamp(min=0)
     root: Tensor = vectors[:, keep] * values[keep].sqrt()
     return root
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Ranks and runs that share a machine decompose at the same time, and their threads would wait for one another.
+
+    On two cores, two distances of 2048 features at once take 106 s so, and 7 s with one thread each
+    (benchmarks/frechet.py). Nor do the last digits then depend on the number of cores.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def warn_of_few_samples(what: str) -> None:
