@@ -117,7 +117,9 @@ def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp
     write_run(tmp_path / "b", "cs", evaluations=[(40, 15.0)])
     comparison = compare(tmp_path)
     assert comparison.metric_race(comparison.metrics[0]) is None
-    assert comparison.metric_race(comparison.metrics[0], 18.0) is not None
+    asked = comparison.metric_race(comparison.metrics[0], 18.0)
+    assert asked is not None
+    assert "apart" not in asked.protocol
 
 
 def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> Non
         ("none", 40, 4),
         ("cs 0.7", 20, 2),
     ]
+    assert race.protocol.endswith("; evaluations up to 20 steps apart, so arrivals are no finer")
     unreached = comparison.metric_race(comparison.metrics[0], 1.0)
     assert unreached is not None
     assert [a.reached for a in unreached.arrivals] == [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from scalelong.report.groups import Group, baseline, group_runs
 from scalelong.report.quality import Metric, metrics_of, quality_series
@@ -152,7 +152,9 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal) for curve in own])
             for group, own in zip(measured, curves, strict=True)
         ]
-        return Race(metric.name, goal, tuple(arrivals), metric.protocol)
+        gaps = [after - before for curve in curves for steps, _ in curve for before, after in pairwise(steps)]
+        coarse = [f"evaluations up to {max(gaps):,} steps apart, so arrivals are no finer"] if gaps else []
+        return Race(metric.name, goal, tuple(arrivals), "; ".join([metric.protocol, *coarse]))
 
     def quality(self, group: Group, metric: Metric) -> Estimate:
         """The last value of a metric over the seeds of a group."""
