@@ -5,7 +5,6 @@ Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from scalelong.cli.arguments import RunFolder
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
 from scalelong.training import load_run
-from scalelong.training.events import METRICS
+from scalelong.training.events import append_event
 from scalelong.training.run import TrainedRun
 
 
@@ -60,19 +59,13 @@ def main(arguments: list[str]) -> None:
     found = []
     for seed in command.seeds:
         evaluation = evaluate_run(run, extractor, reference, protocol, seed, condition=condition)
-        record_evaluation(run, evaluation)
+        append_event(run.folder, run.step, "evaluation", evaluation.record())
         found.append(evaluation)
         print(_line(run, evaluation))
     if len(found) > 1:
         values = [evaluation.result.value for evaluation in found]
         spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
         print(f"{found[0].result.metric} over {len(values)} seeds: {spread}")
-
-
-def record_evaluation(run: TrainedRun, evaluation: Evaluation) -> None:
-    """Append to the run's metrics.jsonl."""
-    with (run.folder / METRICS).open("a") as file:
-        file.write(json.dumps({"step": run.step, "kind": "evaluation", **evaluation.record()}) + "\n")
 
 
 def _line(run: TrainedRun, evaluation: Evaluation) -> str:

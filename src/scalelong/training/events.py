@@ -25,9 +25,8 @@ class Events:
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a record; non-finite numbers become null, which JSON has and NaN is not."""
-        record = {"step": step, "kind": kind} | {key: _jsonable(value) for key, value in values.items()}
-        self._file.write(json.dumps(record) + "\n")
+        """Append a record here, and its numbers to the boards."""
+        self._file.write(_line(step, kind, values))
         self._file.flush()
         numbers = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
         if self._board is not None:
@@ -49,6 +48,12 @@ class Events:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    """One more record of a run that is over."""
+    with (folder / METRICS).open("a") as file:
+        file.write(_line(step, kind, values))
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
@@ -76,6 +81,12 @@ def cut_after(path: Path, step: int) -> None:
 
 def _refuse() -> dict[str, Any]:
     raise ValueError
+
+
+def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
+    """Non-finite numbers become null, which JSON has and NaN is not."""
+    record = {"step": step, "kind": kind} | {key: _jsonable(value) for key, value in values.items()}
+    return json.dumps(record) + "\n"
 
 
 def _jsonable(value: Any) -> Any:
