@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.gates import InstanceEnhance, LearnableKappa, SqueezeExcite
+from scalelong.transforms import in_transform
 
 Coefficient = float | Tensor
 Axis = Literal["tokens", "channels"]
@@ -108,9 +109,9 @@ class Scaling(nn.Module):
 
     def _note(self, statistic: str, index: int, value: Tensor) -> None:
         """Keep what was seen at skip i in a buffer, unless a transform of torch.func looks at a call without effects."""
+        if in_transform():
+            return
         if not torch.compiler.is_compiling():
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                return
             kept = getattr(self, statistic)
             if kept.is_inference() and not torch.is_inference_mode_enabled():
                 setattr(self, statistic, kept.clone())  # a copy made in inference mode

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from scalelong.backbones import uvit
@@ -34,6 +37,24 @@ def test_gradients_and_cpus_take_the_exact_form() -> None:
     assert drawing_type(x) is None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert drawing_type(x) is None
+
+
+def test_derivatives_by_other_means_take_the_exact_form() -> None:
+    """The fused operations have no forward derivative: torch would take it for zero."""
+    on_a_gpu, x, seen = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), torch.ones(2), []
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        seen.append(drawing_type(on_a_gpu))  # type: ignore[arg-type]
+        return row
+
+    with torch.no_grad():
+        look(x)
+        torch.func.jvp(look, (x,), (x,))
+        torch.func.vmap(look)(x)
+        with forward_ad.dual_level():
+            look(x)
+        look(x)
+    assert seen == [torch.bfloat16, None, None, None, torch.bfloat16]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalelong.transforms import in_transform
+
 _TRITON = find_spec("triton") is not None
 
 
 def drawing_type(x: Tensor) -> torch.dtype | None:
-    """The 16-bit type that products are computed in here, if no gradient is wanted and the fused form pays; else None."""
-    if torch.is_grad_enabled() or not x.is_cuda:
+    """The 16-bit type that products are computed in here, if no derivative is wanted and the fused form pays; else None."""
+    if torch.is_grad_enabled() or not x.is_cuda or in_transform():
         return None
     chosen = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return chosen if chosen in (torch.bfloat16, torch.float16) else None
