@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from scalelong.data.text import TextEncoder
 from scalelong.diffusion import DDPM, Objective, get_process, sample
 from scalelong.diffusion.guidance import Guidance, guided
 from scalelong.pipelines import Exported, export_pipeline, scheduler_for
+from scalelong.pipelines import export as export_code
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.build import build_pixels
 from scalelong.training.checkpoint import CheckpointError
@@ -257,6 +259,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (out / "scalelong_run.json").write_text(json.dumps({"step": description["step"]}))
     with pytest.raises(CheckpointError, match="is damaged"):
         load_run(out)
+
+
+def test_the_file_of_an_exported_uvit_imports_nothing_of_ours() -> None:
+    """Not even where it is needed only on a GPU: diffusers refuses a file with an import that is not there."""
+    assert not re.findall(r"^\s*(?:from|import) scalelong.*", export_code._uvit_file(), flags=re.M)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ Each is one opaque operation: torch.compile would otherwise take it apart again.
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from scalelong.transforms import in_transform
 
-_TRITON = find_spec("triton") is not None
+_KERNEL = "scalelong.backbones.attention_kernel"
 
 
 def drawing_type(x: Tensor) -> torch.dtype | None:
@@ -61,7 +63,13 @@ def _has_kernel(qkv: Tensor, heads: int) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gpu_runs_it() -> bool:
-    return _TRITON and torch.cuda.get_device_capability()[0] >= 9
+    return _kernel_is_there() and torch.cuda.get_device_capability()[0] >= 9
+
+
+@cache
+def _kernel_is_there() -> bool:
+    """Triton comes with torch's GPU builds only, and an exported network has this file but not this package."""
+    return all(find_spec(name) is not None for name in ("triton", "scalelong", _KERNEL))
 
 
 @torch.library.custom_op("scalelong::linear_gelu", mutates_args=())
@@ -82,9 +90,8 @@ def _add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float) -> Non
 
 @torch.library.custom_op("scalelong::attention", mutates_args=())
 def _attention(qkv: Tensor, heads: int) -> Tensor:
-    from scalelong.backbones.attention_kernel import attend  # Triton comes with torch's GPU builds only
-
-    return attend(qkv, heads)
+    found: Tensor = importlib.import_module(_KERNEL).attend(qkv, heads)
+    return found
 
 
 @_attention.register_fake
