@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, fused, uvit
@@ -25,7 +29,8 @@ _SMALL = UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2)
 
 @pytest.fixture
 def fused_on_a_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(uvit, "drawing_type", lambda x: None if torch.is_grad_enabled() else x.dtype)
+    monkeypatch.setattr(fused, "_DEVICE", "cpu")
+    monkeypatch.setattr(fused, "_TYPES", (torch.float32,))
 
 
 def _model() -> tuple[UViT, torch.Tensor, torch.Tensor]:
@@ -109,12 +114,83 @@ def test_a_forward_put_in_its_place_is_called(where: str) -> None:
 
 
 @pytest.mark.usefixtures("fused_on_a_cpu")
-def test_another_mlp_may_stand_in() -> None:
+def test_hooks_on_all_modules_are_heard() -> None:
+    model, x, time = _model()
+    heard: list[nn.Module] = []
+    hook = register_module_forward_hook(lambda module, _inputs, _output: heard.append(module))
+    with torch.no_grad():
+        model(x, time)
+    hook.remove()
+    assert {type(module) for module in heard} >= {uvit.Mlp, uvit.SkipLinear, nn.Linear}
+    assert sum(module is model.mid_block.mlp.fc1 for module in heard) == 1
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_other_parts_may_stand_in() -> None:
     model, x, time = _model()
     with torch.no_grad():
         before = model(x, time)
-        model.mid_block.mlp = nn.Linear(32, 32)
+        mlp, model.mid_block.mlp = model.mid_block.mlp, nn.Linear(32, 32)
         assert not torch.allclose(model(x, time), before)
+        model.mid_block.mlp = mlp
+        for bare in ("fc1", "fc2"):
+            setattr(mlp, bare, nn.Linear(*reversed(getattr(mlp, bare).weight.shape), bias=False))
+            model(x, time)
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_tokens_may_lie_in_memory_as_they_like() -> None:
+    model, x, time = _model()
+    with torch.no_grad():
+        before = model(x, time)
+        model.in_blocks[0].register_forward_hook(lambda _module, _inputs, output: output.mT.contiguous().mT)
+        torch.testing.assert_close(model(x, time), before)
+
+
+@pytest.mark.usefixtures("fused_on_a_cpu")
+def test_who_looks_at_every_operation_sees_the_plain_ones() -> None:
+    """Long skips are found by their joins, FLOPs by their products, forward derivatives by their rules."""
+    model, x, time = _model()
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            return self.inner(x, time)
+
+    assert len(scalelong.find_skips(Wrapper(), x, time)) == 2
+    flops = []
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, FlopCounterMode(display=False) as counter:
+            model(x, time)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+    with torch.no_grad(), torch.device("cpu"):  # a default device watches nothing
+        assert fused.drawing_type(x) == torch.float32
+
+    def f(image: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return model(image, time)
+
+    want = torch.func.jvp(f, (x,), (x,))[1]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.jvp(f, (x,), (x,))[1], want)
+
+
+def test_a_kernel_that_does_not_run_is_told_once_and_replaced(monkeypatch) -> None:
+    """A container without a C compiler, for example: Triton needs one."""
+    monkeypatch.setattr(fused, "_failures", [])
+    monkeypatch.setattr(fused, "_KERNEL", "scalelong.no_such_kernel")
+    qkv = torch.randn(2, 257, 3 * 64)
+    with pytest.warns(UserWarning, match="does not run here"):
+        found = fused._attention(qkv, 1)
+    torch.testing.assert_close(found, attention(qkv, 1))
+    assert len(fused._failures) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.library.opcheck(fused._attention, (qkv, 1))
 
 
 @pytest.mark.slow
@@ -168,6 +244,9 @@ def test_on_a_gpu_attention_is_exact_to_its_type(tokens: int, dtype: torch.dtype
     qkv = (2 * torch.randn(5, tokens, 3 * 512, device="cuda")).to(dtype)
     with torch.no_grad():
         want, found = attention(qkv.double(), 8), attention(qkv, 8)
+        ours = torch.cuda.get_device_capability()[0] >= 9 and tokens > 256
+        assert fused._has_kernel(qkv, 8) == ours
+    assert not fused._failures
     assert found.dtype == dtype
     assert (found - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
 

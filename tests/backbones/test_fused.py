@@ -41,7 +41,7 @@ def test_gradients_and_cpus_take_the_exact_form() -> None:
 
 def test_derivatives_by_other_means_take_the_exact_form() -> None:
     """The fused operations have no forward derivative: torch would take it for zero."""
-    on_a_gpu, x, seen = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), torch.ones(2), []
+    on_a_gpu, x, seen = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16), torch.ones(2), []
 
     def look(row: torch.Tensor) -> torch.Tensor:
         seen.append(drawing_type(on_a_gpu))  # type: ignore[arg-type]

@@ -74,8 +74,9 @@ def attend(qkv: Tensor, heads: int, queries: int = 64, keys: int = 64, warps: in
     images, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     channels = width // heads
     out = torch.empty(images, tokens, width, dtype=qkv.dtype, device=qkv.device)
-    _attend[(triton.cdiv(tokens, queries) * heads * images,)](
-        qkv.contiguous(), out, tokens, math.log2(math.e) / math.sqrt(channels),
-        heads, channels, tokens // keys, tokens % keys, queries, keys, stages, num_warps=warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]  # Triton starts it on the current device
+        _attend[(triton.cdiv(tokens, queries) * heads * images,)](
+            qkv.contiguous(), out, tokens, math.log2(math.e) / math.sqrt(channels),
+            heads, channels, tokens // keys, tokens % keys, queries, keys, stages, num_warps=warps,
+        )  # fmt: skip
     return out

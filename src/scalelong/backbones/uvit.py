@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scalelong.backbones.fused import add_product_, attention, drawing_type, is_plain, linear_gelu
+from scalelong.backbones.fused import add_product_, attention, drawing_type, is_plain, is_plain_linear, linear_gelu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class SkipLinear(nn.Linear):
                 gated = F.linear(skip, weight_skip)
                 return torch.addcmul(main, coefficient.to(gated.dtype), gated)
             skip, coefficient = skip * coefficient, 1.0
-        if drawing_type(x) == main.dtype:
+        if drawing_type(x) == main.dtype and type(self.weight) in (Tensor, nn.Parameter):
             return add_product_(main, skip, weight_skip, coefficient)
         joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t(), alpha=coefficient)
         return joined.view(main.shape)
@@ -139,7 +139,7 @@ class Mlp(nn.Module):
         return mixed
 
     def hidden(self, x: Tensor) -> Tensor:
-        dtype = drawing_type(x) if is_plain(self.fc1) else None
+        dtype = drawing_type(x) if is_plain_linear(self.fc1) else None
         return F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
 
 
@@ -163,8 +163,9 @@ class Block(nn.Module):
     def _add_mlp(self, x: Tensor, normed: Tensor) -> Tensor:
         """x + mlp(normed), in one product where images are drawn and nothing else listens."""
         mlp = self.mlp
-        if drawing_type(x) == x.dtype and is_plain(mlp, Mlp) and is_plain(mlp.fc2):
-            return add_product_(x + mlp.fc2.bias.to(x.dtype), mlp.hidden(normed), mlp.fc2.weight)
+        if drawing_type(x) == x.dtype and is_plain(mlp, Mlp) and is_plain_linear(mlp.fc2):
+            onto = (x + mlp.fc2.bias.to(x.dtype)).contiguous()
+            return add_product_(onto, mlp.hidden(normed), mlp.fc2.weight)
         mixed: Tensor = x + mlp(normed)
         return mixed
 
