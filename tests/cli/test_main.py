@@ -144,11 +144,33 @@ def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
     assert [(r["step"], r["metric"]) for r in records if r["kind"] == "evaluation"] == [(4, "FD(random-conv-64-seed0)")]
 
 
-def test_a_wrong_way_to_evaluate_is_refused_before_training(tmp_path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--evaluate-precision", "fp8", "evaluation.precision: must be one of fp32, bf16, fp16, got 'fp8'"),
+        ("--evaluate-samples", "1", "evaluation.num_images: a distance needs at least 2 images, got 1"),
+        ("--evaluate-extractor", "vgg", "extractor: must be inception or random-conv, got 'vgg'"),
+        ("--evaluate-every", "-4", "evaluate-every: must be a number of steps, or 0 for never, got -4"),
+        ("--probe-every", "-1", "probe-every: must be a number of steps, or 0 for never, got -1"),
+    ],
+)
+def test_a_wrong_way_to_measure_is_refused_before_training(tmp_path, capsys, flag: str, value: str, told: str) -> None:
     arguments = ["train", "digits-demo", "--out", str(tmp_path / "run"), "--evaluate-every", "4"]
-    assert main([*arguments, "--evaluate-precision", "fp8"]) == 1
-    assert "evaluation.precision: must be one of fp32, bf16, fp16, got 'fp8'" in capsys.readouterr().err
+    assert main([*arguments, flag, value]) == 1
+    assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_seeds_of_evaluations_are_different_ones(run, capsys) -> None:
+    for seeds in ([], ["0", "0"]):
+        assert main(["evaluate", str(run), "--extractor", "random-conv", "--seeds", *seeds]) == 1
+        assert "seeds: give one or more different numbers" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(run, capsys) -> None:
+    assert main(["evaluate", str(run), "--extractor", "random-conv", "--device", "cuda"]) == 1
+    assert "device: cuda is asked for, but torch sees no GPU here" in capsys.readouterr().err
 
 
 def test_data_is_checked(capsys, tmp_path) -> None:
@@ -177,7 +199,7 @@ def test_whoever_reads_no_further_is_told_no_error() -> None:
         assert process.wait() == 141
 
 
-def test_the_weights_of_the_run_and_of_the_extractor_are_two_things(run, capsys) -> None:
+def test_the_weights_of_the_run_and_of_the_extractor_are_two_things(run, capsys, tmp_path) -> None:
     measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "64"]
     assert main([*measure, "--weights", "model"]) == 1
     assert "weights: is the file of the Inception; random-conv has none" in capsys.readouterr().err
@@ -185,6 +207,12 @@ def test_the_weights_of_the_run_and_of_the_extractor_are_two_things(run, capsys)
         assert main([*measure, "--run-weights", weights]) == 0
     ema, model = re.findall(r"= ([\d.]+) ", capsys.readouterr().out)
     assert ema != model
+    for weights, own, other in (("ema", ema, model), ("model", model, ema)):
+        out = tmp_path / weights
+        assert main(["export", str(run), "--weights", weights, "--out", str(out)]) == 0
+        card = (out / "README.md").read_text()
+        assert f"= {own} (64 images" in card
+        assert f"= {other} (64 images" not in card
 
 
 def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monkeypatch) -> None:
@@ -199,7 +227,7 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
     assert "ls (shared = True" in card
     assert "4 steps at batch 8, seed 0" in card
     assert "FD(random-conv-64-seed0) = " in card
-    assert "96 images of seed 0, ddim with 2 steps" in card
+    assert "96 images of seed 0, ddim with 2 steps in fp32" in card
     monkeypatch.chdir(out)
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], names)

@@ -41,7 +41,8 @@ def test_ok_is_within_the_tolerance() -> None:
     right = SelfCheck("FID", 2.09, 3.14, 10.0, 6000.0)
     assert right.ok
     assert not dataclasses.replace(right, halves=2.2).ok
-    assert not dataclasses.replace(right, train_test=3.0).ok
+    assert dataclasses.replace(right, halves=2.055).ok
+    assert not dataclasses.replace(right, train_test=3.125).ok
     assert not dataclasses.replace(right, halves=float("nan")).ok
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 
@@ -32,13 +34,24 @@ def test_the_record_holds_what_was_used(run: TrainedRun) -> None:
         record = evaluate_run(run, extractor, reference, protocol, 0).record()
         assert (record["sampler"], record["sampler_steps"]) == expected
         assert (record["precision"], record["reference"]) == ("fp32", source.fingerprint)
+        assert record["weights"] == "ema"
+    as_trained = evaluate_run(load_run(run.folder, weights="model"), extractor, reference, Protocol(20, steps=1), 0)
+    assert as_trained.record()["weights"] == "model"
 
 
-def test_a_sampler_that_is_none_is_refused_by_name(run: TrainedRun) -> None:
-    extractor = RandomConvFeatures(channels=4)
-    reference = reference_statistics(load_source("digits"), extractor, cache=False)
-    with pytest.raises(ValueError, match=r"diffusion\.sampler.*'dimm'"):
-        evaluate_run(run, extractor, reference, Protocol(20, sampler="dimm"), 0)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_images": 1}, "evaluation.num_images: a distance needs at least 2 images, got 1"),
+        ({"sampler": "dimm"}, "evaluation.sampler: unknown 'dimm'"),
+        ({"steps": -1}, "evaluation.steps: must be at least 1"),
+        ({"batch_size": 0}, "evaluation.batch_size: must be at least 1"),
+        ({"precision": "fp8"}, "evaluation.precision: must be one of fp32"),
+    ],
+)
+def test_a_protocol_that_cannot_be_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Protocol(**options)
 
 
 def test_a_run_is_not_measured_against_other_data_than_its_own(run: TrainedRun) -> None:

@@ -255,6 +255,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "drawn.png").is_file()
     assert main(["export", str(tmp_path / "run"), "--format", "diffusers", "--out", str(out)]) == 1
     assert "is there already" in capsys.readouterr().err
+    assert load_run(out).weights == "ema"
+    with pytest.raises(ValueError, match="holds the averaged ones only"):
+        load_run(out, weights="model")
     description = json.loads((out / "scalelong_run.json").read_text())
     (out / "scalelong_run.json").write_text(json.dumps({"step": description["step"]}))
     with pytest.raises(CheckpointError, match="is damaged"):

@@ -49,6 +49,7 @@ def test_a_run_writes_what_it_should(tmp_path) -> None:
     assert damaged == 0
     assert records[0]["kind"] == "start"
     assert records[0]["command"] == shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    assert records[0]["data"] == load_run(folder).data != ""
     assert [record["step"] for record in records if record["kind"] == "checkpoint"] == [4, 6]
     last = [record for record in records if record["kind"] == "train"][-1]
     assert last["step"] == 6

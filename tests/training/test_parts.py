@@ -10,7 +10,7 @@ import torch
 
 from scalelong.training.build import build_model
 from scalelong.training.ema import Ema
-from scalelong.training.events import Events, cut_after, read_events
+from scalelong.training.events import Events, append_event, cut_after, read_events
 from scalelong.training.guard import Guard, NonFiniteError, describe, find_suspects
 from scalelong.training.step import learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
@@ -48,6 +48,16 @@ def test_records_are_one_json_object_per_line(tmp_path) -> None:
         {"step": 2, "kind": "train", "loss": None, "kappa": [None, 1.0]},
     ]
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_a_record_after_a_torn_line_is_read_again(tmp_path) -> None:
+    append_event(tmp_path, 1, "evaluation", {"value": 3.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ki')  # killed here
+    append_event(tmp_path, 3, "evaluation", {"value": float("nan")})
+    records, damaged = read_events(tmp_path)
+    assert [(record["step"], record["value"]) for record in records] == [(1, 3.0), (3, None)]
+    assert damaged == 1
 
 
 def test_what_came_after_the_checkpoint_is_cut_and_a_torn_line_dropped(tmp_path) -> None:

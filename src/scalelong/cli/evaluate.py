@@ -42,6 +42,8 @@ class Evaluate:
 def main(arguments: list[str]) -> None:
     """Load, draw, measure, record."""
     command = tyro.cli(Evaluate, args=arguments, prog="scalelong evaluate", description=__doc__)
+    if not command.seeds or len(set(command.seeds)) < len(command.seeds):
+        raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
     protocol = Protocol(
         command.num_samples,
         command.sampler,

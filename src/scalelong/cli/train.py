@@ -18,7 +18,7 @@ from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
 from scalelong.data.order import caption_rows
 from scalelong.diffusion import draw_time_and_noise
-from scalelong.evaluation.run import EvaluationObserver, Protocol, get_extractor
+from scalelong.evaluation.run import EvaluationObserver, Protocol, check_extractor, get_extractor
 from scalelong.stability import OscillationProbe
 from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
         print_estimate(settings)
         return
     default = f"runs/{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
-    protocol = Protocol(command.evaluate_samples, precision=command.evaluate_precision)
+    protocol = _evaluations(command)
     trainer = Trainer(settings, command.out or default)
     if command.probe_every:
         trainer.observers.append(oscillation_probe(trainer, command.probe_every))
@@ -74,6 +74,15 @@ def main(arguments: list[str]) -> None:
     folder = trainer.run()
     if trainer.ranks.is_main_process:
         print(f"{_state(trainer)} at step {trainer.step}: {folder}")
+
+
+def _evaluations(command: Train) -> Protocol:
+    """How the run is measured on its way, checked before anything is trained."""
+    for name, every in (("probe-every", command.probe_every), ("evaluate-every", command.evaluate_every)):
+        if every < 0:
+            raise ValueError(f"{name}: must be a number of steps, or 0 for never, got {every}")
+    check_extractor(command.evaluate_extractor)
+    return Protocol(command.evaluate_samples, precision=command.evaluate_precision)
 
 
 def _state(trainer: Trainer) -> str:

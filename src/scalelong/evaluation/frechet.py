@@ -6,6 +6,7 @@ All of it is computed in float64. Legend: n samples, D features.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor
 from scalelong.random import random_bits
 
 Array = Tensor | np.ndarray
+_LOCK = threading.Lock()
 
 
 class FewSamplesWarning(UserWarning):
@@ -85,14 +87,15 @@ def _one_thread() -> Iterator[None]:
     """Ranks and runs that share a machine decompose at the same time, and their threads would wait for one another.
 
     On two cores, two distances of 2048 features at once take 106 s so, and 7 s with one thread each
-    (benchmarks/frechet.py). Nor do the last digits then depend on the number of cores.
+    (benchmarks/frechet.py). The number is the whole process's, so that only one decomposition at a time changes it.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with _LOCK:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def warn_of_few_samples(what: str) -> None:

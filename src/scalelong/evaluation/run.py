@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from scalelong.backbones import as_network
 from scalelong.data import DataError, Source, load_source
-from scalelong.diffusion.sampling import sampler_in_use
+from scalelong.diffusion.process import unknown
+from scalelong.diffusion.sampling import SAMPLERS, sampler_in_use
 from scalelong.evaluation.evaluate import Result, evaluate_images
 from scalelong.evaluation.extractors import Extractor, RandomConvFeatures
 from scalelong.evaluation.generate import check_drawing, generate_batches
@@ -37,6 +38,12 @@ class Protocol:
     guidance: float | None = None  # None: the run's own
 
     def __post_init__(self) -> None:
+        if self.num_images < 2:
+            raise ValueError(f"evaluation.num_images: a distance needs at least 2 images, got {self.num_images}")
+        if self.sampler and self.sampler not in SAMPLERS:
+            raise unknown("evaluation.sampler", self.sampler, SAMPLERS)
+        if self.steps < 0:
+            raise ValueError(f"evaluation.steps: must be at least 1, or 0 for the run's own, got {self.steps}")
         check_drawing(self.batch_size, self.precision)
 
 
@@ -50,6 +57,7 @@ class Evaluation:
     sampler_steps: int
     guidance: float
     precision: str
+    weights: str  # ema or model
     generate_seconds: float
     seconds: float
 
@@ -66,6 +74,7 @@ class Evaluation:
             "sampler": self.sampler,
             "sampler_steps": self.sampler_steps,
             "precision": self.precision,
+            "weights": self.weights,
             "reference": result.reference,
             "generate_seconds": round(self.generate_seconds, 2),
             "evaluate_seconds": round(self.seconds, 2),
@@ -74,13 +83,16 @@ class Evaluation:
 
 def get_extractor(name: str, device: str | torch.device, weights: str | None = None) -> Extractor:
     """ "inception", the network of FID, or "random-conv", which is light and not FID."""
-    if name == "inception":
-        return InceptionFeatures(device, weights)
-    if weights is not None:
+    check_extractor(name, weights)
+    return InceptionFeatures(device, weights) if name == "inception" else RandomConvFeatures(device=device)
+
+
+def check_extractor(name: str, weights: str | None = None) -> None:
+    """Raise if there is none of this name; for callers with work before it is used."""
+    if name not in ("inception", "random-conv"):
+        raise ValueError(f"extractor: must be inception or random-conv, got {name!r}")
+    if name != "inception" and weights is not None:
         raise ValueError(f"weights: is the file of the Inception; {name} has none, leave it out")
-    if name == "random-conv":
-        return RandomConvFeatures(device=device)
-    raise ValueError(f"extractor: must be inception or random-conv, got {name!r}")
 
 
 def source_of(run: TrainedRun) -> Source:
@@ -142,7 +154,8 @@ def evaluate_run(
         world_size=world_size,
     )
     result = evaluate_images(clock.watch(batches), reference, extractor, total=protocol.num_images)
-    return Evaluation(result, seed, sampler, steps, guidance, protocol.precision, clock.inside, clock.since_start())
+    how = (sampler, steps, guidance, protocol.precision, run.weights)
+    return Evaluation(result, seed, *how, clock.inside, clock.since_start())
 
 
 class EvaluationObserver:

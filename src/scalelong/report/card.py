@@ -34,7 +34,7 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
         f"# {config.model.backbone} trained on {config.data.name}",
         "",
         f"- **Data**: `{config.data.name}`, split {config.data.split}, flips {'on' if config.data.flip else 'off'}",
-        f"- **Long skips**: {config.scaling.method}" + (f" ({scaling})" if scaling else "") + _kappa(run),
+        f"- **Long skips**: {config.scaling.method}" + (f" ({scaling})" if scaling else "") + _kappa(run, step),
         f"- **Training**: {step:,} steps at batch {config.training.batch_size}, seed {run.seed}",
         f"- **Condition**: {_condition(config.condition)}",
         f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
@@ -44,7 +44,7 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
         "## Quality",
         "",
     ]
-    measured = [record for record in run.evaluation if record["step"] == step]
+    measured = [r for r in run.evaluation if r["step"] == step and r.get("weights", "ema") == weights]
     lines += [_quality(record) for record in measured] or ["Not measured at this step."]
     lines += ["", "## How to load", "", "```python", loading, "```", ""]
     return "\n".join(lines)
@@ -69,12 +69,14 @@ def _condition(settings: ConditionSettings) -> str:
     return what if settings.kind == "none" else f"{what}; left out of {settings.drop:.0%} of the samples"
 
 
-def _kappa(run: RunSeries) -> str:
-    values = run.train[-1].get("kappa")
+def _kappa(run: RunSeries, step: int) -> str:
+    values = next((record.get("kappa") for record in reversed(run.train) if record["step"] <= step), None)
     return f"; kappa_i, outermost first: {', '.join(f'{value:.3g}' for value in values)}" if values else ""
 
 
 def _quality(record: Record) -> str:
     drawn = f"{record['n']:,} images of seed {record.get('sample_seed', '?')}"
-    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps"
+    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps in {record.get('precision', 'fp32')}"
+    if "guidance" in record:
+        how += f", guidance {record['guidance']:g}"
     return f"- {record['metric']} = {record['value']:.3f} ({drawn}, {how}, extractor {record['extractor']})"

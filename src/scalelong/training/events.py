@@ -51,9 +51,11 @@ class Events:
 
 
 def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """One more record of a run that is over."""
-    with (folder / METRICS).open("a") as file:
-        file.write(_line(step, kind, values))
+    """One more record of a run that is over; a last line that a kill tore stays a line of its own."""
+    path = folder / METRICS
+    torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    with path.open("a") as file:
+        file.write("\n" * torn + _line(step, kind, values))
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:

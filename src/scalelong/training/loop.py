@@ -115,7 +115,9 @@ class Trainer:
 
     def _train(self, events: Events | None) -> None:
         if events is not None:
-            events.write(self.step, "start", environment(self.device, self.ranks.num_processes))
+            events.write(
+                self.step, "start", environment(self.device, self.ranks.num_processes, self.source.fingerprint)
+            )
         bar = tqdm(
             total=self.config.training.steps,
             initial=self.step,

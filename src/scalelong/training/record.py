@@ -51,14 +51,15 @@ class Window:
         return total / self.count if self.count else math.nan
 
 
-def environment(device: torch.device, ranks: int) -> dict[str, Any]:
-    """What a reader of the run wants to know of where it ran."""
+def environment(device: torch.device, ranks: int, data: str) -> dict[str, Any]:
+    """What a reader of the run wants to know of where it ran, and the fingerprint of what it learnt from."""
     return {
         "command": shlex.join([_program(sys.argv[0]), *sys.argv[1:]]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "ranks": ranks,
+        "data": data,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 

@@ -110,6 +110,7 @@ class TrainedRun:
     step: int
     sizes: Conditioning = field(default_factory=Conditioning)  # of what the network is told
     data: str = ""  # fingerprint of what it was trained on
+    weights: str = "ema"  # averaged, or "model": as trained
 
 
 def load_run(
@@ -120,8 +121,10 @@ def load_run(
     A pipeline that `scalelong export --format diffusers` wrote is a run too, of the one model that it holds.
     """
     folder = Path(folder)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: {device} is asked for, but torch sees no GPU here; use cpu")
     if is_exported(folder):
-        return _load_exported(folder, step, device)
+        return _load_exported(folder, weights, step, device)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(
             f"{folder}: is no run (it holds no {CONFIG}); give the folder that scalelong train wrote"
@@ -147,7 +150,7 @@ def load_run(
     model.load_state_dict(checkpoint.tensors[weights])
     model.to(device).eval().requires_grad_(False)
     shape, data = (channels, height, width), checkpoint.state["data"]
-    return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data)
+    return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data, weights)
 
 
 def pixels_of(run: TrainedRun, device: torch.device) -> ToPixels:
@@ -159,10 +162,12 @@ def pixels_of(run: TrainedRun, device: torch.device) -> ToPixels:
     return build_pixels(run.config, device, run.data)
 
 
-def _load_exported(folder: Path, step: int | None, device: str | torch.device) -> TrainedRun:
+def _load_exported(folder: Path, weights: str, step: int | None, device: str | torch.device) -> TrainedRun:
     config, found, model = read_exported(folder)
+    if weights == "model" and found.weights != "model":
+        raise ValueError(f"weights: {folder} holds the averaged ones only; the run itself holds those as trained")
     if step not in (None, found.step):
         raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
     model.to(device).eval().requires_grad_(False)
-    objective = build_objective(config)
-    return TrainedRun(folder, config, model, objective, found.shape, found.step, found.condition, found.data)
+    about = (found.shape, found.step, found.condition, found.data, found.weights)
+    return TrainedRun(folder, config, model, build_objective(config), *about)
