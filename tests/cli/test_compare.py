@@ -42,11 +42,36 @@ def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pyte
     assert "FID of 10,000 images was not measured for none" in text
 
 
+def test_the_report_races_to_what_was_asked_for(tmp_path: Path) -> None:
+    for name, method in (("a", "none"), ("b", "cs")):
+        write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
+    asked = ["--loss", "0.7", "--metric-value", "25"]
+    assert main(["compare", str(tmp_path), *asked, "--report", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "How soon loss 0.7000 is reached" in page
+    assert "How soon FID 25.00 is reached" in page
+    assert page.count("The value asked for") == 2
+    assert "It reaches loss 0.7000 after" in page
+
+
+def test_a_metric_race_without_some_method_is_told_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, method in (("a", "none"), ("b", "cs")):
+        write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
+    write_run(tmp_path / "c", "ls", diffusion_prediction="x0")  # no loss race, and not measured
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "ls: nothing that it recorded can be compared." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         ([], "runs: none given"),
         (["RUN", "--metric-value", "5"], "metric-value: no run holds an evaluation"),
+        (["RUN", "--loss", "nan"], "loss: must be a finite number, got nan"),
+        (["RUN", "--loss", "-inf"], "loss: must be a finite number, got -inf"),
+        (["RUN", "--metric-value", "inf"], "metric-value: must be a finite number, got inf"),
         (["--preset", "digit-demo"], "did you mean 'digits-demo'?"),
         (["--preset", "digits-demo", "--methods", "cs:half"], "methods: 'cs:half' has no number"),
         (["--preset", "digits-demo", "--methods", "sc"], "scaling.method: unknown 'sc'"),

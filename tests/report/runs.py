@@ -27,6 +27,7 @@ def write_run(
     kappa: Sequence[float] = (),
     evaluations: Sequence[tuple[int, float]] = (),
     metric: dict[str, Any] | None = None,
+    data: str = "",  # the fingerprint
     **changes: Any,
 ) -> Path:
     """A run that recorded these losses every `every` steps."""
@@ -34,7 +35,7 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     start = {"step": 0, "kind": "start", "command": f"scalelong train {folder.name}", "device": "cpu", "torch": "2"}
-    records = [start]
+    records: list[dict[str, Any]] = [start | ({"data": data} if data else {})]
     for i, loss in enumerate(losses, 1):
         record: dict[str, Any] = {"step": i * every, "kind": "train", "loss": loss, "seconds": i * seconds}
         record |= {"images_per_second": 100.0 / seconds, "gradient_norm": 1.0, "skipped": 0, "kappa": list(kappa)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalelong.report import Comparison, compare_runs, read_runs
-from scalelong.report.quality import Metric, metrics_of, quality_series
+from scalelong.report.quality import Metric, headings, metrics_of, quality_series
 from tests.report.runs import write_run
 
 
@@ -119,7 +119,7 @@ def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp
     assert comparison.metric_race(comparison.metrics[0]) is None
     asked = comparison.metric_race(comparison.metrics[0], 18.0)
     assert asked is not None
-    assert "apart" not in asked.protocol
+    assert (asked.asked, asked.protocol) == (True, "10,000 images, inception")
 
 
 def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:
@@ -134,7 +134,8 @@ def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> Non
         ("none", 40, 4),
         ("cs 0.7", 20, 2),
     ]
-    assert race.protocol.endswith("; evaluations up to 20 steps apart, so arrivals are no finer")
+    assert [(a.after_steps, a.after_seconds) for a in race.arrivals] == [(20, 2), (0, 0)]
+    assert [pair.in_steps for pair in race.pairs()] == [2.0]  # (0, 20] against (20, 40]
     unreached = comparison.metric_race(comparison.metrics[0], 1.0)
     assert unreached is not None
     assert [a.reached for a in unreached.arrivals] == [0, 0]
@@ -161,6 +162,71 @@ def test_precisions_are_not_averaged_and_old_records_are_of_fp32(tmp_path: Path)
     assert [metric.sampler for metric in metrics_of(runs)] == ["ddim 5 steps", "ddim 5 steps, bf16"]
     plain = metrics_of(runs)[0]
     assert {run.folder.name: quality_series(run, plain)[1] for run in runs} == {"old": [9.0], "new": [8.0], "half": []}
+
+
+def test_weights_and_references_are_not_mixed(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", evaluations=[(40, 9.0)], metric={"reference": "r1"})
+    write_run(tmp_path / "b", "cs", evaluations=[(40, 8.0)], metric={"reference": "r1", "weights": "ema"})
+    write_run(tmp_path / "c", "ls", evaluations=[(40, 7.0)], metric={"reference": "r1", "weights": "model"})
+    write_run(tmp_path / "d", "universal", evaluations=[(40, 6.0)], metric={"reference": "r2"})
+    runs = read_runs([tmp_path])[0]
+    found = {m: [values[0] for run in runs if (values := quality_series(run, m)[1])] for m in metrics_of(runs)}
+    assert sorted(found.values()) == [[6.0], [7.0], [9.0, 8.0]]
+    assert headings(list(found))[next(m for m in found if found[m] == [7.0])] == (
+        "FID (10,000 images, weights as trained, inception)"
+    )
+    assert sorted(headings(list(found)).values())[1:] == [
+        "FID (10,000 images, inception, reference r2)",
+        "FID (10,000 images, weights as trained, inception)",
+    ]
+
+
+def test_data_are_the_same_by_fingerprint_where_both_have_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", data="f1")
+    write_run(tmp_path / "b", "cs", data="f1", data_name="emoji32")
+    assert compare(tmp_path).same_loss  # one fingerprint, whatever it is called
+    write_run(tmp_path / "c", "ls", data="f2")
+    comparison = compare(tmp_path)
+    assert (comparison.same_data, comparison.same_loss, comparison.same_probes) == (False, False, False)
+    old = [run for run in read_runs([tmp_path])[0] if run.folder.name != "b"]
+    write_run(tmp_path / "old" / "d", "universal")
+    unknown = read_runs([tmp_path / "old"])[0]
+    assert [compare_runs([run, *unknown]).same_data for run in old] == [True, True]  # by name
+
+
+def test_qualities_are_compared_at_the_last_step_that_all_share(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(20, 240.0), (40, 72.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
+    write_run(tmp_path / "c", "ls")
+    comparison = compare(tmp_path)
+    (metric,) = comparison.metrics
+    assert comparison.quality_step(metric) == 20
+    assert [comparison.quality(group, metric).mean for group in comparison.groups[:2]] == [240.0, 230.0]
+    assert comparison.quality_difference(*comparison.groups[:2], metric).value == 10.0
+    write_run(tmp_path / "d", "universal", evaluations=[(30, 100.0)])
+    comparison = compare(tmp_path)
+    assert comparison.quality_step(metric) is None
+    assert [comparison.quality(group, metric).n for group in comparison.groups] == [0] * 4
+    assert [comparison.last_qualities(group, metric) for group in comparison.groups] == [
+        *([(40, 72.0)], [(20, 230.0)], [], [(30, 100.0)])
+    ]
+
+
+def test_arrivals_between_the_same_evaluations_give_no_speed_up(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(20, 30.0), (40, 20.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(20, 30.0), (40, 15.0)])
+    write_run(tmp_path / "c", "ls", evaluations=[(20, 30.0), (40, 15.0)], seconds=10.0)
+    comparison = compare(tmp_path)
+    race = comparison.metric_race(comparison.metrics[0])
+    assert race is not None
+    assert race.sparse
+    assert all(math.isnan(pair.in_steps) and not pair.steps_resolved for pair in race.pairs())
+    by_name = {(p.first.group.label, p.second.group.label): p for p in race.pairs()}
+    assert math.isnan(by_name["cs 0.7", "none"].in_seconds)
+    assert by_name["ls", "none"].in_seconds == pytest.approx(0.1)  # 20 to 40 s against 2 to 4 s
+    dense = comparison.loss_race()
+    assert dense is not None
+    assert (dense.sparse, [pair.in_steps for pair in dense.pairs()]) == (False, [1.0, 1.0, 1.0])
 
 
 def test_no_runs_are_refused() -> None:

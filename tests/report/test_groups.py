@@ -50,3 +50,16 @@ def test_differing_settings_mark_what_has_no_effect(tmp_path: Path) -> None:
         "scaling.allow_amplify": [None, False],
         "optimizer.lr": [0.001, 0.01],
     }
+
+
+def test_runs_of_different_data_are_not_seeds_of_one_method(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", data="0123456789")
+    write_run(tmp_path / "b", "none", seed=1)
+    (both,) = groups(tmp_path)  # one did not say
+    assert (both.label, both.seeds) == ("none", [0, 1])
+    write_run(tmp_path / "c", "none", seed=2, data="abcdefghij")
+    assert [group.label for group in groups(tmp_path)] == [
+        "none (data=01234567)",
+        "none (data=unknown)",
+        "none (data=abcdefgh)",
+    ]

@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from scalelong.report.numbers import count, duration, duration_with_sd, joined, number, percent, times, with_sd
+from scalelong.report.numbers import (
+    count,
+    duration,
+    duration_with_sd,
+    joined,
+    number,
+    percent,
+    shortened,
+    times,
+    with_sd,
+)
 from scalelong.report.statistics import Estimate, estimate
 
 
@@ -31,3 +41,9 @@ def test_changes_times_and_lists() -> None:
     assert (times(4 / 3), times(math.nan)) == ("1.33×", "–")
     assert (count(1234.0), count(math.nan)) == ("1,234", "–")
     assert [joined(parts) for parts in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
+
+
+def test_names_are_shortened_as_far_as_they_stay_apart() -> None:
+    assert shortened(["0123456789", "abcdefghij"]) == {"0123456789": "01234567", "abcdefghij": "abcdefgh"}
+    assert set(shortened(["sha256:0123", "sha256:0145"]).values()) == {"sha256:012", "sha256:014"}
+    assert shortened([]) == {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scalelong.report import read_run, read_runs
+from scalelong.report import read_run, read_runs, write_report
 from tests.report.runs import draw_grid, write_run
 
 
@@ -41,6 +41,56 @@ def test_damaged_lines_and_values_are_passed_over(tmp_path: Path) -> None:
     run = read_run(folder)
     assert run.damaged_lines == 3
     assert run.column("train", "loss") == ([10, 20], [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '"value": Infinity',
+        '"value": 1e400',
+        f'"value": 1{"0" * 400}',
+        '"value": true',
+        '"value": "9.0"',
+        '"precision": 16',
+        '"sampler": ["ddim"]',
+        '"sampler_steps": "many"',
+        '"guidance": {}',
+        '"reference": 1',
+        '"weights": false',
+        '"metric": null',
+        '"n": null',
+        '"n": true',
+        '"step": true',
+        f'"step": 1{"0" * 400}',
+        '"step": -1',
+    ],
+)
+def test_evaluations_with_bad_fields_are_damaged_lines(change: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", evaluations=[(20, 9.0)])
+    line = '{"step": 40, "kind": "evaluation", "metric": "FID", "value": 8.0, "n": 10000, "extractor": "inception"'
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}, {change}}}\n")
+    run = read_run(folder)
+    assert (run.damaged_lines, [record["value"] for record in run.evaluation]) == (1, [9.0])
+    assert write_report([run], tmp_path / "r.html").is_file()
+
+
+def test_a_value_that_was_not_finite_is_no_damage_and_a_missing_one_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "value": null, "n": 10}\n')
+        file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "n": 10}\n')
+        file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "value": 1.0}\n')
+        file.write('{"step": 0, "kind": "start", "data": 7}\n')
+    run = read_run(folder)
+    assert (run.damaged_lines, run.evaluation, len(run.start)) == (3, (), 1)
+
+
+def test_huge_numbers_of_training_are_not_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 30, "kind": "train", "loss": 1{"0" * 400}}}\n')
+    assert read_run(folder).column("train", "loss") == ([10, 20], [1.0, 0.5])
 
 
 def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:

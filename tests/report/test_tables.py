@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 from scalelong.report import Comparison, compare_runs, read_runs
+from scalelong.report.notes import notes
 from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
 from tests.report.runs import write_run
 
@@ -56,7 +57,53 @@ def test_csv_holds_full_numbers_and_every_pair(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
     assert [(row["method"], float(row["final_loss_mean"])) for row in rows] == [("none", 0.45), ("cs 0.7", 0.2)]
     assert rows[0]["FID n=10000 inception mean"] == "30.5"
+    assert [row["FID n=10000 inception step"] for row in rows] == ["20", ""]
     assert rows[1]["FID n=10000 inception mean"] == rows[0]["feature_oscillation_mean"] == ""
     (pair,) = csv.DictReader(pairs.open())
     assert (pair["method"], pair["against"], pair["reached"]) == ("cs 0.7", "none", "2 of 2")
-    assert float(pair["speedup_steps"]) == 2.0
+    assert (float(pair["speedup_steps"]), pair["after_steps"]) == (2.0, "")
+
+
+def test_arrivals_between_evaluations_are_stretches_and_may_not_be_resolved(tmp_path: Path) -> None:
+    for name, method in (("a", "none"), ("b", "cs")):
+        write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
+    comparison = compare_runs(read_runs([tmp_path])[0])
+    race = comparison.metric_race(comparison.metrics[0])
+    assert race is not None
+    assert arrivals_table(race)[:2] == [
+        ["method", "steps (between evaluations)", "time"],
+        ["none", "20 to 40", "2 s to 4 s"],
+    ]
+    assert pairs_table(race)[1] == ["cs 0.7", "none", "not resolved", "not resolved"]
+    (pair,) = csv.DictReader(write_csv(comparison, [race], tmp_path / "t.csv").open())
+    assert (pair["after_steps"], pair["steps"], pair["against_after_steps"]) == ("20.0", "40.0", "20.0")
+    assert (pair["speedup_steps"], pair["speedup_seconds"]) == ("", "")
+
+
+def test_values_of_different_steps_stand_with_their_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(40, 72.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
+    write_run(tmp_path / "c", "ls")
+    comparison = compare_runs(read_runs([tmp_path])[0])
+    assert [row[-1] for row in measures_table(comparison)[1:]] == ["72.00 at step 40", "230.0 at step 20", "–"]
+    write_csv(comparison, [], tmp_path / "t.csv")
+    assert {row["FID n=10000 inception mean"] for row in csv.DictReader((tmp_path / "t.csv").open())} == {""}
+
+
+def test_metrics_that_differ_in_how_images_were_drawn_have_headings_of_their_own(tmp_path: Path) -> None:
+    ways = [{"sampler": "ddim"}, {"sampler": "euler"}, {"guidance": 2}, {"precision": "bf16"}, {"weights": "model"}, {}]
+    for i, way in enumerate(ways):
+        methods = (("n", "none"), ("c", "cs"))
+        for name, method in methods:
+            write_run(tmp_path / f"{name}{i}", method, i, evaluations=[(20, 30.0), (40, 20.0)], metric=way)
+    comparison = compare_runs(read_runs([tmp_path])[0])
+    shown = [head for head in measures_table(comparison)[0] if "FID" in head]
+    assert len(set(shown)) == len(ways)
+    assert "FID (10,000 images, guidance 2, inception)" in shown
+    races = [race for metric in comparison.metrics if (race := comparison.metric_race(metric)) is not None]
+    pairs = write_csv(comparison, races, tmp_path / "t.csv")
+    columns = [name for name in next(csv.reader((tmp_path / "t.csv").open())) if "FID" in name]
+    assert len(set(columns)) == 3 * len(ways)
+    assert len({row["what"] for row in csv.DictReader(pairs.open())}) == len(ways)
+    told = next(note for note in notes(comparison) if "ways that do not compare" in note)
+    assert told.count("weights as trained") == 1

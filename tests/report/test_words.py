@@ -126,9 +126,9 @@ def test_throughput_and_quality_are_compared_with_the_baseline(tmp_path: Path) -
     assert (
         words.throughput_words(comparison) == "none trains on 100 images per second (median) and cs 0.7 on 50.0 (−50%)."
     )
-    assert "FID of 10,000 images 15.00 against 20.00 (−25%)" in finding(tmp_path)
+    assert "FID of 10,000 images 15.00 against 20.00 (−25%) at step 40" in finding(tmp_path)
     assert words.quality_summary(comparison) == [
-        "FID of 10,000 images at the last evaluation, lower is better: 15.00 for cs 0.7 and 20.00 for none."
+        "FID of 10,000 images at step 40, lower is better: 15.00 for cs 0.7 and 20.00 for none."
     ]
 
 
@@ -139,7 +139,7 @@ def test_notes_name_what_is_wrong(tmp_path: Path) -> None:
         file.write("{torn\n")
     told = "\n".join(notes(compare(tmp_path), ["c: is no run"]))
     assert "Left out: c: is no run." in told
-    assert "trained on different data (digits and emoji32): neither losses nor quality can be compared" in told
+    assert "trained on different data (digits and emoji32): losses, oscillations and quality cannot be " in told
     assert "b: 1 damaged line in metrics.jsonl, passed over." in told
     assert "a: at step 30 of 100." in told
     assert "a: 1 of 3 records have no finite loss" in told
@@ -179,3 +179,59 @@ def test_a_sound_comparison_needs_no_notes(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=STEADY)
     write_run(tmp_path / "b", "cs", norms=STEADY)
     assert notes(compare(tmp_path)) == []
+
+
+def test_different_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", data="0123456789")
+    write_run(tmp_path / "b", "cs", data="012345abcd")
+    told = "\n".join(notes(compare(tmp_path)))
+    assert "different data (digits, fingerprint 01234567 and digits, fingerprint 012345ab)" in told
+
+
+def test_oscillations_that_do_not_compare_are_not_ranked(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", norms=SHAKY, data="f1")
+    write_run(tmp_path / "b", "cs", norms=STEADY, data="f2")
+    comparison = compare(tmp_path)
+    assert words.headline(comparison).startswith("These runs are shown side by side but not ranked")
+    assert finding(tmp_path) == "cs 0.7: nothing that it recorded can be compared."
+    assert words.oscillations_words(comparison) == [
+        "The oscillations of these runs do not compare, so they are drawn but not ranked."
+    ]
+    write_run(tmp_path / "other" / "a", "none", norms=SHAKY)
+    write_run(tmp_path / "other" / "b", "cs", norms=STEADY, every=5, losses=[1.0] * 8)
+    assert "oscillation" not in words.headline(compare(tmp_path / "other")) + finding(tmp_path / "other")
+    assert "final loss" in words.headline(compare(tmp_path / "other"))
+
+
+def test_qualities_of_different_steps_are_told_with_their_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none", evaluations=[(20, 240.0), (40, 72.0)])
+    write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
+    assert "FID of 10,000 images 230.0 against 240.0 (−4.2%) at step 20" in finding(tmp_path)
+    assert any("images is compared at step 20, the last at which" in note for note in notes(compare(tmp_path)))
+    write_run(tmp_path / "other" / "a", "none", evaluations=[(40, 72.0)])
+    write_run(tmp_path / "other" / "b", "cs", evaluations=[(20, 230.0)])
+    told = finding(tmp_path / "other")
+    assert "FID of 10,000 images 230.0 at step 20, none 72.00 at step 40, which do not compare" in told
+    assert "%" not in told
+    comparison = compare(tmp_path / "other")
+    assert words.quality_summary(comparison) == [
+        "FID of 10,000 images, at steps that differ and so not compared: 72.00 at step 40 for none; "
+        "230.0 at step 20 for cs 0.7."
+    ]
+    assert any("measured at no step that all runs share" in note for note in notes(comparison))
+
+
+def test_a_speed_up_between_evaluations_is_not_resolved(tmp_path: Path) -> None:
+    for name, method in (("a", "none"), ("b", "cs")):
+        write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
+    write_run(tmp_path / "c", "ls")
+    comparison = compare(tmp_path)
+    none, cs, ls = comparison.groups
+    race = comparison.metric_race(comparison.metrics[0])
+    assert race is not None
+    assert words.race_words(race, cs, none) == (
+        "it reaches FID 20.00 between 20 steps (2 s) and 40 steps (4 s), none between 20 steps (2 s) and 40 steps (4 s) "
+        "(speed-up in steps not resolved, in time not resolved)"
+    )
+    assert words.race_words(race, ls, none) == ""  # it was not measured
+    assert "where these stretches overlap, the speed-up is not resolved" in words.target_words(race)

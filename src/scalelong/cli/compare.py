@@ -8,6 +8,7 @@ Example: scalelong compare --preset digits-demo --methods none cs:0.7 ls --seeds
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from scalelong.cli.arguments import RunFolders
 from scalelong.cli.train import oscillation_probe
 from scalelong.report import Comparison, compare_runs, read_runs, write_report
 from scalelong.report.compare import Race
+from scalelong.report.html import Targets
 from scalelong.report.notes import notes
 from scalelong.report.numbers import number
 from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
@@ -46,6 +48,9 @@ class Compare:
 def main(arguments: list[str]) -> None:
     """Train what is missing, then compare."""
     command = tyro.cli(Compare, args=arguments, prog="scalelong compare", description=__doc__)
+    for flag, value in (("loss", command.loss), ("metric-value", command.metric_value)):
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{flag}: must be a finite number, got {value}")
     ranks = PartialState(cpu=not torch.cuda.is_available())  # as the trainer does: the first one decides for all
     trained = _train_missing(command, ranks) if command.preset else []
     folders: list[str | Path] = [*command.runs, *trained]
@@ -56,11 +61,12 @@ def main(arguments: list[str]) -> None:
     runs, refused = read_runs(folders)
     comparison = compare_runs(runs)
     races = _races(comparison, command)
-    print(_text(comparison, races, command, refused))
+    print(_text(comparison, races, refused))
     if command.csv:
         print(f"\ntable    {command.csv}\npairs    {write_csv(comparison, races, Path(command.csv))}")
     if command.report:
-        print(f"report   {write_report(runs, command.report, refused)}")
+        targets = Targets(command.loss, command.metric_value)
+        print(f"report   {write_report(runs, command.report, refused, targets)}")
 
 
 def configurations(command: Compare) -> dict[str, RunConfig]:
@@ -109,11 +115,10 @@ def _races(comparison: Comparison, command: Compare) -> list[Race]:
     return [race for race in (comparison.loss_race(command.loss), *metrics) if race is not None]
 
 
-def _text(comparison: Comparison, races: list[Race], command: Compare, refused: list[str]) -> str:
+def _text(comparison: Comparison, races: list[Race], refused: list[str]) -> str:
     parts = [aligned(measures_table(comparison))]
     for race in [race for race in races if len(race.arrivals) > 1]:
-        given = command.loss if race.what == "loss" else command.metric_value
-        why = race.protocol if given is not None else f"{race.protocol}; the worst that any run ends with"
+        why = race.protocol if race.asked else f"{race.protocol}; the worst that any run ends with"
         parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
     told = [text for _, text in findings(comparison, races[0] if races else None)]

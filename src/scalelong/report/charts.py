@@ -89,7 +89,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
                     f"quality-{number}-{what[0]}",
                     f"{metric.name} against {what[0]}",
                     what[1],
-                    metric.protocol,
+                    comparison.protocol(metric),
                     series,
                     what[2],
                     dots=True,

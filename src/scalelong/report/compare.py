@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from scalelong.report.groups import Group, baseline, group_runs
-from scalelong.report.quality import Metric, metrics_of, quality_series
+from scalelong.report.quality import Metric, headings, metrics_of, protocols, quality_series
 from scalelong.report.series import RunSeries
 from scalelong.report.statistics import (
     Difference,
@@ -33,11 +33,14 @@ MEASURES = {  # name -> how it is headed
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When the runs of one method came to the target: over the seeds that did."""
+    """When the runs of one method came to the target: over the seeds that did. Where only evaluations tell, they came
+    after the one before, whose mean step and time are `after_steps` and `after_seconds`; nan where the curve is dense."""
 
     group: Group
     steps: Estimate
     seconds: Estimate
+    after_steps: float = math.nan
+    after_seconds: float = math.nan
 
     @property
     def reached(self) -> int:
@@ -50,12 +53,38 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Pair:
-    """How much sooner `first` arrives than `second`: second's steps over first's; nan unless every seed arrives."""
+    """How much sooner `first` arrives than `second`."""
 
     first: Arrivals
     second: Arrivals
-    in_steps: float
-    in_seconds: float
+
+    @property
+    def all_reached(self) -> bool:
+        return self.first.all_reached and self.second.all_reached
+
+    @property
+    def steps_resolved(self) -> bool:
+        """Whether the evaluations tell who needs fewer steps: what lies between two of them is not known."""
+        a, b = self.first, self.second
+        return not (a.after_steps < b.steps.mean and b.after_steps < a.steps.mean)
+
+    @property
+    def seconds_resolved(self) -> bool:
+        """Whether the evaluations tell who needs less time."""
+        a, b = self.first, self.second
+        return not (a.after_seconds < b.seconds.mean and b.after_seconds < a.seconds.mean)
+
+    @property
+    def in_steps(self) -> float:
+        """second's steps over first's; nan unless every seed arrives and the order is resolved."""
+        known = self.all_reached and self.steps_resolved
+        return ratio(self.second.steps.mean, self.first.steps.mean) if known else math.nan
+
+    @property
+    def in_seconds(self) -> float:
+        """second's time over first's; nan unless every seed arrives and the order is resolved."""
+        known = self.all_reached and self.seconds_resolved
+        return ratio(self.second.seconds.mean, self.first.seconds.mean) if known else math.nan
 
 
 @dataclass(frozen=True)
@@ -66,10 +95,16 @@ class Race:
     target: float
     arrivals: tuple[Arrivals, ...]
     protocol: str  # how it was measured
+    asked: bool = False  # whether the reader gave the target
+
+    @property
+    def sparse(self) -> bool:
+        """Whether arrivals are known only to lie between two evaluations."""
+        return any(math.isfinite(arrivals.after_steps) for arrivals in self.arrivals)
 
     def pairs(self) -> list[Pair]:
         """Every pair, the later method against the earlier one, so that the untouched network is the yardstick."""
-        return [_pair(later, earlier) for earlier, later in combinations(self.arrivals, 2)]
+        return [Pair(later, earlier) for earlier, later in combinations(self.arrivals, 2)]
 
 
 @dataclass(frozen=True)
@@ -81,6 +116,7 @@ class Comparison:
     window: int
     same_data: bool
     same_loss: bool
+    same_probes: bool  # whether oscillations compare
     metrics: tuple[Metric, ...]
 
     @property
@@ -114,7 +150,7 @@ class Comparison:
         return _difference(group, other, self.per_seed(group, measure), self.per_seed(other, measure))
 
     def quality_difference(self, group: Group, other: Group, metric: Metric) -> Difference:
-        """group - other of the last values of a metric."""
+        """group - other of a metric at the step where it is compared."""
         return _difference(group, other, self.quality_per_seed(group, metric), self.quality_per_seed(other, metric))
 
     def loss_difference(self, group: Group, other: Group) -> Difference:
@@ -136,12 +172,13 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal, after=self.window) for curve in own])
             for group, own in zip(self.groups, curves, strict=True)
         ]
-        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window:,} steps")
+        protocol = f"running mean over {self.window:,} steps"
+        return Race("loss", goal, tuple(arrivals), protocol, target is not None)
 
     def metric_race(self, metric: Metric, target: float | None = None) -> Race | None:
         """Steps and seconds to a value of a metric; by default the worst last one. Methods without a measurement do not take
         part; None if it does not compare."""
-        measured = [group for group in self.groups if self.quality(group, metric).n]
+        measured = [group for group in self.groups if self.last_qualities(group, metric)]
         if not self.same_data or not measured:
             return None
         curves = [[quality_series(run, metric) for run in group.runs] for group in measured]
@@ -149,21 +186,38 @@ class Comparison:
             return None  # measured once: when it was reached is not known
         goal = max(values[-1] for group in curves for _, values in group if values) if target is None else target
         arrivals = [
-            _arrivals(group, [first_at_most(*curve, goal) for curve in own])
+            _arrivals(group, [first_at_most(*curve, goal) for curve in own], [steps for steps, _ in own])
             for group, own in zip(measured, curves, strict=True)
         ]
-        gaps = [after - before for curve in curves for steps, _ in curve for before, after in pairwise(steps)]
-        coarse = [f"evaluations up to {max(gaps):,} steps apart, so arrivals are no finer"] if gaps else []
-        return Race(metric.name, goal, tuple(arrivals), "; ".join([metric.protocol, *coarse]))
+        return Race(metric.name, goal, tuple(arrivals), self.protocol(metric), target is not None)
+
+    def heading(self, metric: Metric) -> str:
+        """What a metric is called among the others."""
+        return headings(self.metrics)[metric]
+
+    def protocol(self, metric: Metric) -> str:
+        """How a metric was measured."""
+        return protocols(self.metrics)[metric]
+
+    def quality_step(self, metric: Metric) -> int | None:
+        """The last step at which every run that has this metric was evaluated; None if they share none."""
+        evaluated = [set(steps) for run in self.runs if (steps := quality_series(run, metric)[0])]
+        return max(set.intersection(*evaluated), default=None) if evaluated else None
 
     def quality(self, group: Group, metric: Metric) -> Estimate:
-        """The last value of a metric over the seeds of a group."""
+        """A metric over the seeds of a group, at the step where it is compared."""
         return estimate(self.quality_per_seed(group, metric))
 
     def quality_per_seed(self, group: Group, metric: Metric) -> list[float]:
-        """The last value of a metric of each run, nan where it was not measured."""
-        series = [quality_series(run, metric)[1] for run in group.runs]
-        return [values[-1] if values else math.nan for values in series]
+        """A metric of each run at the step where it is compared, nan where it was not measured or there is no such step."""
+        step = self.quality_step(metric)
+        series = [dict(zip(*quality_series(run, metric), strict=True)) for run in group.runs]
+        return [math.nan if step is None else values.get(step, math.nan) for values in series]
+
+    def last_qualities(self, group: Group, metric: Metric) -> list[tuple[int, float]]:
+        """Step and value of the last evaluation of each run that has this metric."""
+        series = [quality_series(run, metric) for run in group.runs]
+        return [(steps[-1], values[-1]) for steps, values in series if steps]
 
 
 def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
@@ -171,16 +225,25 @@ def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
     if not runs:
         raise ValueError("runs: none given; name the folders that training wrote")
     horizon = min(run.last_step for run in runs)
-    data = {(run.config.data.name, run.config.data.split, run.config.data.image_size) for run in runs}
+    same_data = all(_same_data(run, other) for run, other in combinations(runs, 2))
     loss = {(run.config.diffusion.process, run.config.diffusion.prediction) for run in runs}
     return Comparison(
         groups=tuple(group_runs(runs)),
         horizon=horizon,
         window=max(1, horizon // 20),
-        same_data=len(data) == 1,
-        same_loss=len(data) == len(loss) == 1,
+        same_data=same_data,
+        same_loss=same_data and len(loss) == 1,
+        same_probes=same_data and len({run.probe_interval for run in runs if run.probe_interval}) < 2,
         metrics=tuple(metrics_of(runs)),
     )
+
+
+def _same_data(run: RunSeries, other: RunSeries) -> bool:
+    """By the fingerprints where both recorded one, else by what the data are called."""
+    if run.data and other.data:
+        return run.data == other.data
+    a, b = run.config.data, other.config.data
+    return (a.name, a.split, a.image_size) == (b.name, b.split, b.image_size)
 
 
 def _difference(group: Group, other: Group, a: list[float], b: list[float]) -> Difference:
@@ -204,21 +267,16 @@ def _measured(run: RunSeries, measure: str, upto: int) -> float:
     raise ValueError(f"measure: unknown {measure!r}; one of {', '.join(MEASURES)}")
 
 
-def _arrivals(group: Group, steps: Sequence[int | None]) -> Arrivals:
+def _arrivals(group: Group, steps: Sequence[int | None], evaluated: Sequence[Sequence[int]] = ()) -> Arrivals:
+    """From the step of each run, None where it did not arrive, and the steps it was evaluated at where these are sparse."""
     arrived = [(run, step) for run, step in zip(group.runs, steps, strict=True) if step is not None]
-    return Arrivals(
-        group,
-        estimate([step for _, step in arrived]),
-        estimate([run.seconds_at([step])[0] for run, step in arrived]),
-    )
-
-
-def _pair(first: Arrivals, second: Arrivals) -> Pair:
-    if not (first.all_reached and second.all_reached):
-        return Pair(first, second, math.nan, math.nan)
-    return Pair(
-        first,
-        second,
-        ratio(second.steps.mean, first.steps.mean),
-        ratio(second.seconds.mean, first.seconds.mean),
-    )
+    by = estimate([step for _, step in arrived]), estimate([run.seconds_at([step])[0] for run, step in arrived])
+    if not evaluated:
+        return Arrivals(group, *by)
+    before = [
+        (run, max((s for s in own if s < step), default=0))
+        for run, step, own in zip(group.runs, steps, evaluated, strict=True)
+        if step is not None
+    ]
+    after = [step for _, step in before], [run.seconds_at([step])[0] for run, step in before]
+    return Arrivals(group, *by, *(estimate(values).mean for values in after))

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed belong together: one method, measured several times."""
+"""Runs that differ only in their seed belong together: one method, measured several times on the same data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scalelong.report.numbers import shortened
 from scalelong.report.series import RunSeries
 from scalelong.training.config import MAY_CHANGE, RunConfig, dotted
 
@@ -51,7 +52,8 @@ def group_runs(runs: Iterable[RunSeries]) -> list[Group]:
         settings = settings_in_use(run.config)
         key = frozenset((k, v) for k, v in settings.items() if k != SEED and k not in MAY_CHANGE)
         together.setdefault(key, []).append(run)
-    parts = sorted(together.values(), key=lambda part: part[0].config.scaling.method != "none")
+    apart = [part for whole in together.values() for part in _by_data(whole)]
+    parts = sorted(apart, key=lambda part: part[0].config.scaling.method != "none")
     labels = _labels([part[0] for part in parts])
     return [
         Group(label, tuple(sorted(part, key=lambda run: run.seed))) for label, part in zip(labels, parts, strict=True)
@@ -76,14 +78,24 @@ def _labels(representatives: Sequence[RunSeries]) -> list[str]:
     labels = [run.label for run in representatives]
     result = []
     for run, label in zip(representatives, labels, strict=True):
-        namesakes = [other.config for other in representatives if other.label == label]
+        namesakes = [other for other in representatives if other.label == label]
         if len(namesakes) == 1:
             result.append(label)
             continue
         own = dotted(run.config)
-        told = [key for key in differing_settings(namesakes) if key != SEED and key not in MAY_CHANGE]
-        result.append(f"{label} ({', '.join(_short(key, own[key]) for key in told)})")
+        differing = differing_settings([other.config for other in namesakes])
+        told = [_short(key, own[key]) for key in differing if key != SEED and key not in MAY_CHANGE]
+        data = shortened(other.data for other in namesakes if other.data)
+        told += [f"data={data.get(run.data, 'unknown')}"] * (len(data) > 1)
+        result.append(f"{label} ({', '.join(told)})")
     return result
+
+
+def _by_data(runs: list[RunSeries]) -> list[list[RunSeries]]:
+    """The runs by fingerprint where they recorded several, else all together."""
+    if len({run.data for run in runs if run.data}) < 2:
+        return [runs]
+    return [[run for run in runs if run.data == data] for data in dict.fromkeys(run.data for run in runs)]
 
 
 def _short(key: str, value: Any) -> str:

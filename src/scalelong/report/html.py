@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,31 @@ from scalelong.report.notes import notes
 from scalelong.report.numbers import count, duration, joined, number
 from scalelong.report.samples import make_films
 from scalelong.report.series import RunSeries
-from scalelong.report.tables import arrivals_table, measures_table, pairs_table
+from scalelong.report.tables import arrivals_table, measures_table, pairs_table, race_names
 from scalelong.training.config import MAY_CHANGE
 
 COLOURS = 8  # --c0 (the untouched network) to --c7 in report.css
 
 
-def write_report(runs: Sequence[RunSeries], path: str | Path, refused: Sequence[str] = ()) -> Path:
+@dataclass(frozen=True)
+class Targets:
+    """What the runs race to; None: the worst that any of them ends with."""
+
+    loss: float | None = None
+    metric_value: float | None = None
+
+
+WORST = Targets()
+
+
+def write_report(
+    runs: Sequence[RunSeries], path: str | Path, refused: Sequence[str] = (), targets: Targets = WORST
+) -> Path:
     """Write the report of these runs; the file appears whole or not at all."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"out: {path} is a folder; give a file, for example {path / 'report.html'}")
-    page = render(compare_runs(runs), refused)
+    page = render(compare_runs(runs), refused, targets)
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.staged")
     staged.write_text(page, encoding="utf-8")
@@ -39,7 +53,7 @@ def write_report(runs: Sequence[RunSeries], path: str | Path, refused: Sequence[
     return path
 
 
-def render(comparison: Comparison, refused: Sequence[str] = ()) -> str:
+def render(comparison: Comparison, refused: Sequence[str] = (), targets: Targets = WORST) -> str:
     """The page."""
     environment = Environment(
         loader=PackageLoader("scalelong.report"),
@@ -52,10 +66,10 @@ def render(comparison: Comparison, refused: Sequence[str] = ()) -> str:
     source = environment.loader
     assert source is not None
     files = {name: source.get_source(environment, name)[0] for name in ("report.css", "chart.js", "page.js")}
-    return environment.get_template("report.html").render(files=files, **_context(comparison, refused))
+    return environment.get_template("report.html").render(files=files, **_context(comparison, refused, targets))
 
 
-def _context(comparison: Comparison, refused: Sequence[str]) -> dict[str, Any]:
+def _context(comparison: Comparison, refused: Sequence[str], targets: Targets) -> dict[str, Any]:
     charts = make_charts(comparison)
     colours = _colours(comparison.groups)
     films = make_films(comparison.groups)
@@ -70,13 +84,14 @@ def _context(comparison: Comparison, refused: Sequence[str]) -> dict[str, Any]:
         "headline": words.headline(comparison),
         "seeds": words.seeds_words(comparison),
         "findings": [
-            (colours[comparison.groups.index(group)], group.label, text) for group, text in words.findings(comparison)
+            (colours[comparison.groups.index(group)], group.label, text)
+            for group, text in words.findings(comparison, comparison.loss_race(targets.loss))
         ],
         "notes": notes(comparison, refused),
         "groups": groups,
         "charts": charts,
         "measures": measures_table(comparison),
-        "races": _races(comparison),
+        "races": _races(comparison, targets),
         "oscillation": words.oscillations_words(comparison),
         "coefficients": [text for group in comparison.groups if (text := words.coefficient_words(group))]
         + [text for text in [words.learned_against_constant(list(comparison.groups))] if text],
@@ -120,18 +135,18 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
-def _races(comparison: Comparison) -> list[dict[str, Any]]:
-    metrics = [comparison.metric_race(metric) for metric in comparison.metrics]
-    races = [race for race in (comparison.loss_race(), *metrics) if race is not None]
+def _races(comparison: Comparison, targets: Targets) -> list[dict[str, Any]]:
+    metrics = [comparison.metric_race(metric, targets.metric_value) for metric in comparison.metrics]
+    races = [race for race in (comparison.loss_race(targets.loss), *metrics) if race is not None]
     return [
         {
-            "what": race.what,
+            "what": what,
             "target": number(race.target),
             "why": words.target_words(race),
             "arrivals": arrivals_table(race),
             "pairs": pairs_table(race),
         }
-        for race in races
+        for race, what in zip(races, race_names(races), strict=True)
         if len(race.arrivals) > 1
     ]
 

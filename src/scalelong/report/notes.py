@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
-from statistics import median
 
 from scalelong.report.compare import Comparison
-from scalelong.report.numbers import count, joined
+from scalelong.report.numbers import count, joined, shortened
+from scalelong.report.quality import Metric
 from scalelong.report.series import RunSeries
 
 
@@ -27,16 +27,15 @@ def comparability(comparison: Comparison) -> list[str]:
     """Which numbers do not compare, and why."""
     told = []
     if not comparison.same_data:
-        names = sorted({_data_name(run) for run in comparison.runs})
         told.append(
-            f"The runs were trained on different data ({joined(names)}): neither losses nor quality can be compared "
-            "between them, so neither is ranked and the quality is not drawn."
+            f"The runs were trained on different data ({joined(_data_names(comparison.runs))}): losses, oscillations and "
+            "quality cannot be compared between them, so none of them is ranked and the quality is not drawn."
         )
     elif not comparison.same_loss:
         kinds = sorted({_objective_name(run) for run in comparison.runs})
         told.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(comparison.metrics) > 1:
-        kinds = [f"{metric.name} ({metric.protocol})" for metric in comparison.metrics]
+        kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in comparison.metrics]
         told.append(
             f"Quality was measured in {len(comparison.metrics)} ways that do not compare with each other: {joined(kinds)}."
         )
@@ -70,17 +69,15 @@ def _about_all(comparison: Comparison) -> list[str]:
             "all of them have; curves are drawn whole."
         )
     for metric in comparison.metrics if comparison.same_data else ():
-        without = [group.label for group in comparison.groups if not comparison.quality(group, metric).n]
-        if without:
-            told.append(f"{metric} was not measured for {joined(without)}.")
+        told += _about_metric(comparison, metric)
     missing = [run for run in comparison.runs if not run.probe]
     if missing and len(missing) < len(comparison.runs):
         told.append(f"No oscillation was recorded in {joined([str(run.folder) for run in missing])}.")
-    intervals = {interval for run in comparison.runs if (interval := _probe_interval(run))}
+    intervals = {run.probe_interval for run in comparison.runs if run.probe_interval}
     if len(intervals) > 1:
         told.append(
             f"The blocks were probed at different intervals ({joined([count(i) for i in sorted(intervals)])} steps): "
-            "oscillations do not compare."
+            "oscillations do not compare and are not ranked."
         )
     devices = {str(record.get("device")) for run in comparison.runs for record in run.start}
     if len(devices) > 1:
@@ -95,6 +92,21 @@ def _about_all(comparison: Comparison) -> list[str]:
         if repeated:
             seeds = joined([str(seed) for seed in repeated])
             told.append(f"{group.label}: seed {seeds} was given more than once; repeats are not independent.")
+    return told
+
+
+def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
+    told, name, step = [], comparison.heading(metric), comparison.quality_step(metric)
+    last = {group.label: comparison.last_qualities(group, metric) for group in comparison.groups}
+    without = [label for label, values in last.items() if not values]
+    if without:
+        told.append(f"{name} was not measured for {joined(without)}.")
+    if step is None:
+        told.append(
+            f"{name} was measured at no step that all runs share: its values stand with their steps, not compared."
+        )
+    elif any(at > step for values in last.values() for at, _ in values):
+        told.append(f"{name} is compared at step {count(step)}, the last at which every run that has it was evaluated.")
     return told
 
 
@@ -127,9 +139,17 @@ def _spans(run: RunSeries) -> list[tuple[float, float]]:
     return spans
 
 
-def _probe_interval(run: RunSeries) -> float:
-    steps = [record["step"] for record in run.probe]
-    return median(b - a for a, b in pairwise(steps)) if len(steps) > 1 else 0
+def _data_names(runs: Sequence[RunSeries]) -> list[str]:
+    """What the data are called, with fingerprints where different data are called the same."""
+    prints: dict[str, set[str]] = {}
+    for run in runs:
+        prints.setdefault(_data_name(run), set()).add(run.data)
+    short = shortened(each for known in prints.values() for each in known)
+    return sorted(
+        name if len(known) == 1 else f"{name}, fingerprint {short[each] or 'not recorded'}"
+        for name, known in prints.items()
+        for each in known
+    )
 
 
 def _data_name(run: RunSeries) -> str:

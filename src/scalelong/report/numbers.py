@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from scalelong.report.statistics import Estimate
 
 UNKNOWN = "–"
+UNRESOLVED = "not resolved"  # of a speed-up: the evaluations lie too far apart to tell
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -69,6 +71,18 @@ def times(value: float) -> str:
     return f"{value:.2f}×" if math.isfinite(value) else UNKNOWN
 
 
+def at_steps(values: Sequence[tuple[int, float]]) -> str:
+    """238.2 at step 4,000 and 115.7 at step 8,000; a dash for none."""
+    return joined([f"{number(value)} at step {count(step)}" for step, value in values]) or UNKNOWN
+
+
 def joined(parts: list[str]) -> str:
     """a, b and c."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def shortened(names: Iterable[str]) -> dict[str, str]:
+    """Each name's beginning, of eight letters or as many as it takes to tell them apart."""
+    full = set(names)
+    length = next(n for n in range(8, 9 + max(map(len, full), default=0)) if len({f[:n] for f in full}) == len(full))
+    return {name: name[:length] for name in full}

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,8 @@ Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
+LARGEST = 1e100  # no run writes larger numbers, and their squares still fit into a float
+TEXTS = {"start": ("data",), "evaluation": ("extractor", "sampler", "precision", "reference", "weights")}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,17 @@ class RunSeries:
     @property
     def seed(self) -> int:
         return self.config.training.seed
+
+    @property
+    def data(self) -> str:
+        """The fingerprint of the data it was started on, of all of them if they changed; empty where none was recorded."""
+        return " then ".join(dict.fromkeys(record["data"] for record in self.start if record.get("data")))
+
+    @property
+    def probe_interval(self) -> float:
+        """Steps between two probes; 0 where there are not two."""
+        steps = [record["step"] for record in self.probe]
+        return median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0
 
     @property
     def last_step(self) -> int:
@@ -126,7 +140,8 @@ def read_run(folder: str | Path) -> RunSeries:
         raise FileNotFoundError(f"{folder}: is no run (it holds no config.yaml); give a folder that training wrote")
     if not (folder / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{folder}: has no metrics.jsonl; the run has not written a record yet")
-    records, damaged = read_events(folder)
+    read, damaged = read_events(folder)
+    records = [record for record in read if _is_sound(record)]
     kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "probe", "start", "evaluation")}
     if not kinds["train"]:
         raise ValueError(f"{folder}: metrics.jsonl holds no training record; train on, then come back")
@@ -135,9 +150,9 @@ def read_run(folder: str | Path) -> RunSeries:
         from_yaml(folder / "config.yaml"),
         kinds["train"],
         kinds["probe"],
-        damaged,
+        damaged + len(read) - len(records),
         tuple(kinds["start"]),
-        tuple(kinds["evaluation"]),
+        tuple(record for record in kinds["evaluation"] if record["value"] is not None),
     )
 
 
@@ -171,5 +186,29 @@ def _as_given(folder: Path) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
 
 
+def _is_sound(record: Record) -> bool:
+    """Whether the fields that reports rely on are what they must be; a value of null is one that was not finite."""
+    kind = record.get("kind")
+    sound = _is_count(record["step"]) and (kind != "evaluation" or _is_sound_evaluation(record))
+    texts = [record.get(key) for key in TEXTS.get(kind, ())] if isinstance(kind, str) else []
+    return sound and all(text is None or isinstance(text, str) for text in texts)
+
+
+def _is_sound_evaluation(record: Record) -> bool:
+    value, steps, guidance = (record.get(key) for key in ("value", "sampler_steps", "guidance"))
+    return (
+        isinstance(record.get("metric"), str)
+        and ("value" in record and (value is None or _is_number(value)))
+        and (_is_count(record.get("n")) and record["n"] > 0)
+        and (steps is None or _is_count(steps))
+        and (guidance is None or _is_number(guidance))
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether this is a finite number that can be reckoned with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalelong.report.compare import MEASURES, Arrivals, Comparison, Race
-from scalelong.report.numbers import UNKNOWN, count, duration_with_sd, times, with_sd
+from scalelong.report.groups import Group
+from scalelong.report.numbers import UNKNOWN, UNRESOLVED, at_steps, count, duration, duration_with_sd, times, with_sd
+from scalelong.report.quality import Metric
 from scalelong.report.statistics import Estimate
 
 Rows = list[list[str]]  # the first row is the head
@@ -18,20 +21,21 @@ def measures_table(comparison: Comparison) -> Rows:
     """Mean ± sd over seeds of every measure that some run has."""
     shown = [name for name in MEASURES if comparison.ranking(name)]
     metrics = comparison.metrics if comparison.same_data else ()
-    head = ["method", "seeds", *(MEASURES[name] for name in shown), *map(str, metrics)]
+    head = ["method", "seeds", *(MEASURES[name] for name in shown), *map(comparison.heading, metrics)]
     rows = []
     for group in comparison.groups:
         cells = [_cell(name, comparison.measure(group, name)) for name in shown]
-        qualities = [with_sd(comparison.quality(group, metric)) for metric in metrics]
+        qualities = [_quality(comparison, group, metric) for metric in metrics]
         seeds = ", ".join(map(str, group.seeds)) if len(group.runs) <= 4 else f"{len(group.runs)} seeds"
         rows.append([group.label, seeds, *cells, *qualities])
     return [head, *rows]
 
 
 def arrivals_table(race: Race) -> Rows:
-    """Steps and seconds of each method to the target, or that it was not reached."""
+    """Steps and seconds of each method to the target, or that it was not reached; from one evaluation to the next where
+    only these tell."""
     rows = [[a.group.label, _when(a, steps=True), _when(a, steps=False)] for a in race.arrivals]
-    return [["method", "steps", "time"], *rows]
+    return [["method", "steps (between evaluations)" if race.sparse else "steps", "time"], *rows]
 
 
 def pairs_table(race: Race) -> Rows:
@@ -41,8 +45,11 @@ def pairs_table(race: Race) -> Rows:
     for pair in race.pairs():
         names = [pair.first.group.label, pair.second.group.label]
         late = [a.group.label for a in (pair.first, pair.second) if not a.all_reached]
-        why = f"{' and '.join(late)}: not reached" if late else ""
-        rows.append([*names, why or times(pair.in_steps), UNKNOWN if late else times(pair.in_seconds)])
+        if late:
+            rows.append([*names, f"{' and '.join(late)}: not reached", UNKNOWN])
+            continue
+        in_steps = times(pair.in_steps) if pair.steps_resolved else UNRESOLVED
+        rows.append([*names, in_steps, times(pair.in_seconds) if pair.seconds_resolved else UNRESOLVED])
     return [head, *rows]
 
 
@@ -61,36 +68,66 @@ def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     head = ["method", "seeds", *(f"{name}_{part}" for name in MEASURES for part in ("mean", "sd"))]
     metrics = comparison.metrics if comparison.same_data else ()
-    head += [f"{metric.name} n={metric.n} {metric.extractor} {part}" for metric in metrics for part in ("mean", "sd")]
+    head += [f"{name} {part}" for name in _column_names(comparison, metrics) for part in ("mean", "sd", "step")]
     rows = []
     for group in comparison.groups:
         values = [comparison.measure(group, name) for name in MEASURES]
-        values += [comparison.quality(group, metric) for metric in metrics]
         cells = [_exact(cell) for value in values for cell in (value.mean, value.sd)]
+        for metric in metrics:
+            quality, step = comparison.quality(group, metric), comparison.quality_step(metric)
+            cells += [_exact(quality.mean), _exact(quality.sd), "" if step is None or not quality.n else step]
         rows.append([group.label, len(group.runs), *cells])
     _write(path, [head, *rows])
     pairs = path.with_name(f"{path.stem}-pairs{path.suffix or '.csv'}")
-    _write(pairs, [_PAIRS_HEAD, *(row for race in races for row in _pair_rows(race))])
+    _write(
+        pairs,
+        [
+            _PAIRS_HEAD,
+            *(row for race, what in zip(races, race_names(races), strict=True) for row in _pair_rows(race, what)),
+        ],
+    )
     return pairs
 
 
+def race_names(races: Sequence[Race]) -> list[str]:
+    """What each race is for, with how it is measured where several are for the same."""
+    called = Counter(race.what for race in races)
+    return [race.what if called[race.what] == 1 else f"{race.what} ({race.protocol})" for race in races]
+
+
 _PAIRS_HEAD = [
-    *("what", "target", "method", "steps", "seconds", "reached", "against", "against_steps", "against_seconds"),
-    *("against_reached", "speedup_steps", "speedup_seconds"),
+    *("what", "target", "method", "after_steps", "steps", "seconds", "reached"),
+    *("against", "against_after_steps", "against_steps", "against_seconds", "against_reached"),
+    *("speedup_steps", "speedup_seconds"),
 ]
 
 
-def _pair_rows(race: Race) -> list[list[object]]:
+def _pair_rows(race: Race, what: str) -> list[list[object]]:
     rows = []
     for pair in race.pairs():
         both = [*_arrival_cells(pair.first), *_arrival_cells(pair.second)]
-        rows.append([race.what, race.target, *both, _exact(pair.in_steps), _exact(pair.in_seconds)])
+        rows.append([what, race.target, *both, _exact(pair.in_steps), _exact(pair.in_seconds)])
     return rows
 
 
 def _arrival_cells(arrivals: Arrivals) -> list[object]:
     reached = f"{arrivals.reached} of {len(arrivals.group.runs)}"
-    return [arrivals.group.label, _exact(arrivals.steps.mean), _exact(arrivals.seconds.mean), reached]
+    numbers = (arrivals.after_steps, arrivals.steps.mean, arrivals.seconds.mean)
+    return [arrivals.group.label, *map(_exact, numbers), reached]
+
+
+def _column_names(comparison: Comparison, metrics: Sequence[Metric]) -> list[str]:
+    """What each metric is called in CSV; with its whole protocol where others would be called the same."""
+    names = [f"{metric.name} n={metric.n} {metric.extractor}" for metric in metrics]
+    full = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
+    return [name if names.count(name) == 1 else whole for name, whole in zip(names, full, strict=True)]
+
+
+def _quality(comparison: Comparison, group: Group, metric: Metric) -> str:
+    """At the step that all share; where there is none, every last value with its step."""
+    if comparison.quality_step(metric) is None:
+        return at_steps(comparison.last_qualities(group, metric))
+    return with_sd(comparison.quality(group, metric))
 
 
 def _cell(measure: str, value: Estimate) -> str:
@@ -104,6 +141,8 @@ def _when(arrivals: Arrivals, steps: bool) -> str:
         return "not reached"
     spread = f" ± {count(arrivals.steps.sd)}" if math.isfinite(arrivals.steps.sd) else ""
     text = f"{count(arrivals.steps.mean)}{spread}" if steps else duration_with_sd(arrivals.seconds)
+    if math.isfinite(arrivals.after_steps):
+        text = f"{count(arrivals.after_steps) if steps else duration(arrivals.after_seconds)} to {text}"
     total = len(arrivals.group.runs)
     return text if arrivals.all_reached else f"{text} ({arrivals.reached} of {total} seeds; the others: not reached)"
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from scalelong.report.compare import Arrivals, Comparison, Race
 from scalelong.report.groups import Group
-from scalelong.report.numbers import count, duration, joined, number, percent, times, with_sd
+from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
 from scalelong.report.quality import Metric
 from scalelong.report.series import RunSeries
 
@@ -33,12 +33,14 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
 
 def headline(comparison: Comparison) -> str:
     """The steadiest method and the one of lowest loss, in one sentence; a tie is called a tie."""
-    parts = [_best(comparison, "feature_oscillation", "oscillation of the middle block")]
-    if comparison.same_loss:
-        parts.append(_best(comparison, "final_loss", "final loss"))
+    steadiest = _best(comparison, "feature_oscillation", "oscillation of the middle block")
+    lowest = _best(comparison, "final_loss", "final loss")
+    parts = [steadiest] * comparison.same_probes + [lowest] * comparison.same_loss
     parts = [part for part in parts if part]
     if parts:
         return f"{_capital('; '.join(parts))}."
+    if len(comparison.groups) > 1 and not comparison.same_loss:
+        return "These runs are shown side by side but not ranked: what they recorded does not compare."
     only = comparison.groups[0]
     loss = with_sd(comparison.measure(only, "final_loss"))
     return f"{_capital(only.label)} ends at a loss of {loss} after {count(comparison.horizon)} steps."
@@ -84,7 +86,9 @@ def seeds_words(comparison: Comparison) -> str:
 
 
 def oscillations_words(comparison: Comparison) -> list[str]:
-    """For each method but the baseline: features and gradients of the middle block."""
+    """For each method but the baseline: features and gradients of the middle block, or that they do not compare."""
+    if not comparison.same_probes:
+        return ["The oscillations of these runs do not compare, so they are drawn but not ranked."]
     told = []
     for group in comparison.groups:
         measures = ("feature_oscillation", "gradient_oscillation") if group is not comparison.baseline else ()
@@ -97,7 +101,7 @@ def oscillations_words(comparison: Comparison) -> list[str]:
 def oscillation_words(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
     """For example: cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)."""
     new, old = comparison.measure(group, measure), comparison.measure(comparison.baseline, measure)
-    if not (math.isfinite(new.mean) and math.isfinite(old.mean)):
+    if not comparison.same_probes or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
     gradient = measure.startswith("gradient")
     who, what = ("it", "that of its gradient") if gradient else (group.label, "the oscillation of the middle block")
@@ -127,15 +131,20 @@ def loss_words(comparison: Comparison, group: Group) -> str:
 
 
 def quality_words(comparison: Comparison, group: Group, metric: Metric) -> str:
-    """For example: FID of 10,000 images 12.30 against 15.20 (−19%)."""
-    new, old = comparison.quality(group, metric), comparison.quality(comparison.baseline, metric)
-    if not comparison.same_data or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
+    """For example: FID of 10,000 images 12.30 against 15.20 (−19%) at step 8,000."""
+    both, name = (group, comparison.baseline), comparison.heading(metric)
+    last = [comparison.last_qualities(g, metric) for g in both]
+    if not comparison.same_data or not all(last):
         return ""
+    step = comparison.quality_step(metric)
+    if step is None:
+        return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, which do not compare"
+    new, old = (comparison.quality(g, metric) for g in both)
     difference = comparison.quality_difference(group, comparison.baseline, metric)
     unclear = math.isfinite(difference.standard_error) and not difference.clear
     return (
-        f"{metric} {with_sd(new)} against {with_sd(old)} ({percent(new.mean, old.mean)}"
-        f"{', within the spread of the seeds' if unclear else ''})"
+        f"{name} {with_sd(new)} against {with_sd(old)} ({percent(new.mean, old.mean)}"
+        f"{', within the spread of the seeds' if unclear else ''}) at step {count(step)}"
     )
 
 
@@ -147,9 +156,15 @@ def quality_summary(comparison: Comparison) -> list[str]:
         return ["The runs were trained on different data, so their quality cannot be compared and is not drawn."]
     told = []
     for metric in comparison.metrics:
+        name, step = comparison.heading(metric), comparison.quality_step(metric)
+        if step is None:
+            last = [(comparison.last_qualities(group, metric), group.label) for group in comparison.groups]
+            parts = [f"{at_steps(values)} for {label}" for values, label in last if values]
+            told.append(f"{name}, at steps that differ and so not compared: {'; '.join(parts)}.")
+            continue
         values = [(comparison.quality(group, metric), group.label) for group in comparison.groups]
         known = sorted((value.mean, f"{with_sd(value)} for {label}") for value, label in values if value.n)
-        told.append(f"{metric} at the last evaluation, lower is better: {joined([text for _, text in known])}.")
+        told.append(f"{name} at step {count(step)}, lower is better: {joined([text for _, text in known])}.")
     return told
 
 
@@ -165,8 +180,13 @@ def target_words(race: Race) -> str:
     """Why this target, and who gets there."""
     late = [a for a in race.arrivals if not a.all_reached]
     who = "every run reaches it" if not late else f"not reached by {joined([_missing(a) for a in late])}"
-    why = f"The worst that any run ends with ({race.protocol}); {who}."
-    return f"{why} A speed-up of 2× means half the steps, or half the time."
+    why = "The value asked for" if race.asked else "The worst that any run ends with"
+    parts = [f"{why} ({race.protocol}); {who}.", "A speed-up of 2× means half the steps, or half the time."]
+    if race.sparse:
+        parts.append(
+            f"Runs arrive between two evaluations; where these stretches overlap, the speed-up is {UNRESOLVED}."
+        )
+    return " ".join(parts)
 
 
 def films_words(films: Sequence[tuple[Group, RunSeries]]) -> str:
@@ -179,19 +199,20 @@ def films_words(films: Sequence[tuple[Group, RunSeries]]) -> str:
 
 def race_words(race: Race, group: Group, other: Group) -> str:
     """For example: it reaches loss 0.25 after 400 steps, none after 520 (1.30x as fast)."""
-    mine, theirs = (next(a for a in race.arrivals if a.group is g) for g in (group, other))
+    mine, theirs = (next((a for a in race.arrivals if a.group is g), None) for g in (group, other))
+    if mine is None or theirs is None:
+        return ""
     if not mine.reached:
         return f"it does not reach {race.what} {number(race.target)}"
-    start = f"it reaches {race.what} {number(race.target)} after {count(mine.steps.mean)} steps"
+    start = f"it reaches {race.what} {number(race.target)} {_arrival(mine)}"
     if not (mine.all_reached and theirs.all_reached):
         return f"{start} in {mine.reached} of {len(group.runs)} seeds, {other.label} in {theirs.reached} of {len(other.runs)}"
     pair = next(p for p in race.pairs() if {p.first.group.label, p.second.group.label} == {group.label, other.label})
     flip = pair.first.group is not group
     steps, seconds = (1 / r if flip else r for r in (pair.in_steps, pair.in_seconds))
-    return (
-        f"{start} and {duration(mine.seconds.mean)}, {other.label} after {count(theirs.steps.mean)} steps and "
-        f"{duration(theirs.seconds.mean)} ({times(steps)} as fast in steps, {times(seconds)} in time)"
-    )
+    in_steps = f"{times(steps)} as fast in steps" if pair.steps_resolved else f"speed-up in steps {UNRESOLVED}"
+    in_time = f"{times(seconds)} in time" if pair.seconds_resolved else f"in time {UNRESOLVED}"
+    return f"{start}, {other.label} {_arrival(theirs)} ({in_steps}, {in_time})"
 
 
 def throughput_words(comparison: Comparison) -> str:
@@ -243,6 +264,14 @@ def learned_against_constant(groups: list[Group]) -> str:
         f"{_capital(learned.label)} lies below the curve of {constant.label} at {below} of {len(ours)} skips; "
         f"they are furthest apart at skip {index}, by {number(gap, 3)}."
     )
+
+
+def _arrival(arrivals: Arrivals) -> str:
+    """After 800 steps and 40 s; or between 400 steps (20 s) and 800 steps (40 s) where only evaluations tell."""
+    by, seconds = f"{count(arrivals.steps.mean)} steps", duration(arrivals.seconds.mean)
+    if math.isnan(arrivals.after_steps):
+        return f"after {by} and {seconds}"
+    return f"between {count(arrivals.after_steps)} steps ({duration(arrivals.after_seconds)}) and {by} ({seconds})"
 
 
 def _missing(arrivals: Arrivals) -> str:
