@@ -71,7 +71,7 @@ def find_weights(path: str | Path | None = None, name: str = "", root: str | Pat
     if not name:
         raise ValueError(
             f"evaluation.weights: {path} has sha256 {sha256}, expected {INCEPTION_SHA256}; its distances would not be "
-            "FID. Pass the true file, or name='...' to use this one under that name"
+            "FID. Pass the true file; in Python, InceptionFeatures(weights=..., name='...') uses this one under that name"
         )
     if name.startswith(_RESERVED):
         raise ValueError(f"evaluation.name: {name!r} is taken by the true network; choose another")
