@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from scalelong.backbones.attention_kernel import attend
 
@@ -49,7 +50,7 @@ def _rows(command: Benchmark, tokens: int) -> list[dict[str, object]]:
     def measure(what: str, attention: Callable[[Tensor], Tensor]) -> None:
         try:
             milliseconds = _milliseconds(lambda: attention(qkv), command.repeats)
-        except RuntimeError as error:  # more shared memory than there is
+        except OutOfResources as error:  # more shared memory than there is
             rows.append({"tokens": tokens, "what": what, "failed": str(error)[:100]})
         else:
             off = float((attention(qkv[:8]).double() - exact).abs().max())

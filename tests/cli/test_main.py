@@ -155,8 +155,8 @@ def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
     ],
 )
 def test_a_wrong_way_to_measure_is_refused_before_training(tmp_path, capsys, flag: str, value: str, told: str) -> None:
-    arguments = ["train", "digits-demo", "--out", str(tmp_path / "run"), "--evaluate-every", "4"]
-    assert main([*arguments, flag, value]) == 1
+    arguments = ["train", "digits-demo", "--out", str(tmp_path / "run"), "--training.steps", "1"]
+    assert main([*arguments, "--evaluate-every", "4", flag, value]) == 1
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

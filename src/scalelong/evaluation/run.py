@@ -132,7 +132,6 @@ def evaluate_run(
     model = torch.compile(run.model) if protocol.compile else run.model
     device = next(run.model.parameters()).device
     condition = condition or condition_of(run, source_of(run))
-    settings = run.config.sampling
     guidance = settings.guidance if protocol.guidance is None else protocol.guidance
     clock = _Clock()
     batches = generate_batches(
