@@ -140,6 +140,24 @@ def test_gates_start_near_one_half(module: str, shared: bool, activation: str) -
         assert kappa.mean().item() == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.parametrize("sizes", [IMAGES, [TOKENS] * 2])
+@pytest.mark.parametrize("options", [{}, {"shared": False}, {"module": "ie"}, {"module": "learnable"}])
+@pytest.mark.parametrize("start", [0.05, 0.95])
+def test_gates_open_at_a_given_value(sizes: list[SkipSize], options: dict, start: float) -> None:
+    scaling = learned(sizes, reduction=4, start=start, **options)
+    for index, size in enumerate(sizes, start=1):
+        shape = (4, 32, 12) if size.channels_last else (4, size.channels, 8, 8)
+        assert scaling.coefficient(index, torch.randn(shape)).mean().item() == pytest.approx(start, abs=0.02)
+
+
+def test_gates_differ_by_the_start_alone() -> None:
+    usual, shifted = (dict(learned(IMAGES, start=start).state_dict()) for start in (None, 0.95))
+    moved = [name for name, value in usual.items() if not torch.equal(value, shifted[name])]
+    assert moved == [f"gates.0.decoders.{size}.2.bias" for size in (16, 32)]
+    for name in moved:
+        torch.testing.assert_close(shifted[name] - usual[name], torch.full_like(usual[name], math.log(19)))
+
+
 def test_plain_learnable_coefficients_start_at_one_and_learn() -> None:
     scaling = learned(IMAGES, module="learnable")
     x = torch.randn(2, 16, 4, 4)
@@ -220,6 +238,9 @@ def test_a_copy_made_in_inference_mode_can_be_used_outside() -> None:
         ("ls", {"reduction": 0}, ValueError, r"scaling\.reduction: .*got 0"),
         ("ls", {"axis": "width"}, ValueError, r"scaling\.axis"),
         ("ls", {"shared": "yes"}, TypeError, r"scaling\.shared"),
+        ("ls", {"start": 1.0}, ValueError, r"scaling\.start: must be a number between 0 and 1, got 1\.0; leave it out"),
+        ("ls", {"start": "near"}, ValueError, r"scaling\.start: must be a number .*got 'near'"),
+        ("cs", {"start": 0.9}, TypeError, r"scaling\.start: 'cs' has no such option"),
     ],
 )
 def test_bad_options_are_refused_by_name(method, options, error, message) -> None:

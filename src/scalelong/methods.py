@@ -101,6 +101,8 @@ def _check_learned(options: Mapping[str, Any]) -> None:
         )
     if not isinstance(options["shared"], bool):
         raise TypeError(f"scaling.shared: must be True or False, got {options['shared']!r}")
+    if options["start"] is not None:
+        _check_number("start", options, 0, 1, "leave it out to start at 1/2, or pass 0.95 to start near no scaling")
 
 
 def _check_choice(key: str, value: Any, allowed: Iterable[str]) -> None:
@@ -140,7 +142,14 @@ def _fixed(kappa: float) -> _Method:
     return _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), kappa)), {}, constant=True)
 
 
-_LEARNED: Mapping[str, Any] = {"shared": True, "reduction": 16, "module": "se", "activation": "relu", "axis": "auto"}
+_LEARNED: Mapping[str, Any] = {
+    "shared": True,
+    "reduction": 16,
+    "module": "se",
+    "activation": "relu",
+    "axis": "auto",
+    "start": None,
+}
 _FREEU: Mapping[str, Any] = {"s1": 0.9, "s2": 0.2, "b1": 1.0, "b2": 1.0, "threshold": 1}
 
 METHODS: Mapping[str, _Method] = {

@@ -57,7 +57,9 @@ class Description:
         return {"method": self.method, "options": dict(self.options), "num_skips": num_skips}
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{k}={v!r}" for k, v in self.options.items() if k != "allow_amplify" or v)
+        shown = ", ".join(
+            f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)
+        )
         return f"{self.method}({shown})" if shown else self.method
 
 
@@ -198,23 +200,30 @@ def numbers(values: Tensor) -> list[float]:
 
 
 def learned_scaling(
-    sizes: Sequence[SkipSize], shared: bool, reduction: int, module: str, activation: str, axis: str
+    sizes: Sequence[SkipSize],
+    shared: bool,
+    reduction: int,
+    module: str,
+    activation: str,
+    axis: str,
+    start: float | None = None,
 ) -> LearnedScaling:
-    """LS with the gates that the options name."""
+    """LS with the gates that the options name; `start` is the value the gates open at (None: 1/2, or 1 for learnable)."""
     one_each = list(range(len(sizes)))
     if module == "learnable":  # serves any number of tokens: it looks at none
-        return LearnedScaling(sizes, "channels", [LearnableKappa() for _ in sizes], one_each)
+        return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
     chosen = _choose_axis(sizes, axis)
     gated = [_gated_size(size, chosen) for size in sizes]
     if module == "ie" and shared:
         distinct = sorted(set(gated))
-        gates = [InstanceEnhance(size) for size in distinct]
+        gates = [InstanceEnhance(size, start) for size in distinct]
         return LearnedScaling(sizes, chosen, gates, [distinct.index(size) for size in gated])
     if module == "ie":
-        return LearnedScaling(sizes, chosen, [InstanceEnhance(size) for size in gated], one_each)
+        return LearnedScaling(sizes, chosen, [InstanceEnhance(size, start) for size in gated], one_each)
     if shared:
-        return LearnedScaling(sizes, chosen, [SqueezeExcite(gated, reduction, activation)], [0] * len(sizes))
-    return LearnedScaling(sizes, chosen, [SqueezeExcite([size], reduction, activation) for size in gated], one_each)
+        return LearnedScaling(sizes, chosen, [SqueezeExcite(gated, reduction, activation, start)], [0] * len(sizes))
+    each = [SqueezeExcite([size], reduction, activation, start) for size in gated]
+    return LearnedScaling(sizes, chosen, each, one_each)
 
 
 def _choose_axis(sizes: Sequence[SkipSize], axis: str) -> Axis:

@@ -118,8 +118,8 @@ def apply(
     """Scale the long skips of `model` in place.
 
     method: "none", "universal", "rsqrt2", "cs", "cs_reversed" or "ls"; options: kappa and allow_amplify for the constant
-    ones; shared, reduction, module, activation and axis for "ls". Peers: "mp_cat" (t), "layernorm" (affine, eps), "freeu"
-    (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau). On any error the model is left as it was.
+    ones; shared, reduction, module, activation, axis and start for "ls". Peers: "mp_cat" (t), "layernorm" (affine, eps),
+    "freeu" (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau). On any error the model is left as it was.
     example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
     Skips found this way are checked by `verify` before `apply` returns: 2N + 3 more runs of deep copies, most with gradients.
     placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts

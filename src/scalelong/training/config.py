@@ -63,6 +63,7 @@ class ScalingSettings:
     module: str = "se"  # ls: se, ie, learnable
     activation: str = "relu"  # ls: relu, elu, mish
     axis: str = "auto"  # ls: tokens, channels
+    start: float | None = None  # ls: the value the gates open at, in (0, 1); default: 1/2
     t: float = 0.5  # mp_cat: the skip's part
     affine: bool = True  # layernorm: weights and biases per channel
     eps: float = 1e-6  # layernorm
