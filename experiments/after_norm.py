@@ -24,8 +24,8 @@ from probe_loss import fixed_loss
 
 import scalelong
 from scalelong.data import load_source
-from scalelong.report.series import RunSeries
 from scalelong.report.statistics import running_mean
+from scalelong.runs.reader import RunSeries
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model
 

@@ -22,10 +22,8 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from scalelong.report.series import RunSeries, read_run
-from scalelong.stability import relative_oscillation
-from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
-from scalelong.training.config import (
+from scalelong.runs.reader import RunSeries, read_run
+from scalelong.runs.settings import (
     DataSettings,
     ModelSettings,
     OptimizerSettings,
@@ -33,6 +31,8 @@ from scalelong.training.config import (
     TrainingSettings,
     dotted,
 )
+from scalelong.stability import relative_oscillation
+from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
 
 Scale = Literal["cpu", "gpu"]
 METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10

@@ -25,9 +25,9 @@ from scalelong.backbones import as_network
 from scalelong.evaluation import generate
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
+from scalelong.runs.settings import ConditionSettings, SamplingSettings
 from scalelong.training import RunConfig, TrainedRun
 from scalelong.training.condition import choose_classes
-from scalelong.training.config import ConditionSettings, SamplingSettings
 
 NAME = "conditional"
 PER_CLASS = 8

@@ -16,7 +16,7 @@ import tyro
 from common import Options, block_oscillations, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 NAME = "fig01-oscillation"
 COLUMNS = {"oscillation_all_blocks": "mean over all blocks", "oscillation_middle": "middle block"}

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
-from scalelong.report.series import RunSeries
-from scalelong.scaling import constant_coefficients
-from scalelong.stability import Recommendation, fit_cs, learned_coefficients, recommend_kappa
+from scalelong.lab.learned import fit_cs, learned_coefficients
+from scalelong.runs.reader import RunSeries
+from scalelong.scaling.base import constant_coefficients
+from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.training import load_run
 
 NAME = "fig07-learned-kappa"

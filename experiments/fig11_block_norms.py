@@ -23,11 +23,11 @@ from output import Claim, dress, print_claims, print_table, save, write_csv, wri
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scalelong.backbones import MatrixUNet
 from scalelong.data import load_source, make_loader
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.stability.theory.networks import matrices
-from scalelong.stability.theory.segment import power_iteration
+from scalelong.lab.matrix_unet import MatrixUNet
+from scalelong.lab.networks import matrices
+from scalelong.lab.segment import power_iteration
 
 NAME = "fig11-block-norms"
 SKIPS, POINTS = 6, 10

@@ -14,7 +14,7 @@ import tyro
 from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 NAME = "fig12-seeds"
 COLUMNS = {"oscillation_all_blocks": "mean over all blocks", "oscillation_middle": "middle block"}

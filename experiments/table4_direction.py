@@ -18,7 +18,7 @@ from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from probe_loss import fixed_loss
 
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 NAME = "table4-direction"
 METHODS = ("cs_reversed:0.5", "cs:0.5")

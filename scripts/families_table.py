@@ -43,7 +43,8 @@ def models() -> dict[str, Callable[[], nn.Module]]:
     from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
     from monai.networks.nets import DiffusionModelUNet
 
-    from scalelong.backbones import MatrixUNet, UViT, ddpm_cifar10
+    from scalelong.backbones import UViT, ddpm_cifar10
+    from scalelong.lab.matrix_unet import MatrixUNet
 
     return {
         "`UNet2DModel` (DDPM CIFAR-10)": ddpm_cifar10,

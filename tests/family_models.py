@@ -264,6 +264,6 @@ def uvit() -> nn.Module:
 
 
 def matrix_unet() -> nn.Module:
-    from scalelong.backbones import MatrixUNet
+    from scalelong.lab.matrix_unet import MatrixUNet
 
     return MatrixUNet(width=8, layers=2, num_skips=5)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, fused, uvit
 from scalelong.backbones.fused import add_product_, attention
-from scalelong.methods import METHODS
+from scalelong.scaling.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 _SMALL = UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2)

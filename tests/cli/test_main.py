@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from scalelong.cli.main import VERBS, main
+from scalelong.runs.settings import differences
 from scalelong.training import from_yaml, load_run, to_yaml
-from scalelong.training.config import differences
 from tests.training.tiny import tiny
 
 

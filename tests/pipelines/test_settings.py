@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from scalelong.methods import METHODS
+from scalelong.scaling.registry import METHODS
 from scalelong.training import load_run, train
 from tests.training.tiny import losses, tiny
 

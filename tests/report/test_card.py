@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scalelong.report import read_runs
 from scalelong.report.card import model_card
-from scalelong.training.events import append_event
+from scalelong.runs.events import append_event
 
 from .runs import write_run
 

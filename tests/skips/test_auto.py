@@ -9,10 +9,10 @@ import torch
 
 import scalelong
 from scalelong.backbones import UViT, UViTConfig
+from scalelong.runs.settings import ScalingSettings
 from scalelong.skips import is_scaled
 from scalelong.skips.auto import USUAL_KAPPA, auto_kappa, example_interval, sum_of_squares
 from scalelong.training import RunConfig, from_yaml, to_yaml
-from scalelong.training.config import ScalingSettings
 
 
 def uvit() -> UViT:

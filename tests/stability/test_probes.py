@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import scalelong
-from scalelong.backbones import MatrixUNet, UViT, UViTConfig
+from scalelong.backbones import UViT, UViTConfig
+from scalelong.lab.matrix_unet import MatrixUNet
 from scalelong.stability import OscillationProbe, relative_oscillation, relative_spread, stages
 from tests.families import FAMILIES, build
 

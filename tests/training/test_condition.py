@@ -11,13 +11,13 @@ import torch
 from scalelong.data import make_loader
 from scalelong.data.base import MemorySource
 from scalelong.data.sources import load_source
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.presets import EXPECTED
+from scalelong.runs.settings import ConditionSettings, RunConfig
 from scalelong.training import get_preset, load_run, train
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError
 from scalelong.training.condition import choose_classes, choose_prompts, make_condition
-from scalelong.training.config import ConditionSettings, RunConfig
-from scalelong.training.presets import EXPECTED
-from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Stepper
 from tests.data.encoders import make_bert
 from tests.training.tiny import assert_same_run, newest, tiny

@@ -11,9 +11,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from scalelong.backbones import as_network
 from scalelong.data import load_source
 from scalelong.evaluation import generate
+from scalelong.runs.settings import ConditionSettings
 from scalelong.training import get_preset, load_run, train
 from scalelong.training.condition import choose_classes
-from scalelong.training.config import ConditionSettings
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scalelong.runs.settings import RunConfig
 from scalelong.training import NonFiniteError, Trainer, load_run, loop, read_events, train
 from scalelong.training.checkpoint import CheckpointError
-from scalelong.training.config import RunConfig
 from scalelong.training.step import Pending, StepResult
 from tests.training.tiny import assert_same_run, assert_same_weights, losses, newest, tiny
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
+from scalelong.runs.events import Events, append_event, cut_after, read_events
 from scalelong.training.build import build_model
 from scalelong.training.ema import Ema
-from scalelong.training.events import Events, append_event, cut_after, read_events
-from scalelong.training.guard import Guard, NonFiniteError, describe, find_suspects
+from scalelong.training.nonfinite import Guard, NonFiniteError, describe, find_suspects
 from scalelong.training.step import learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from scalelong.training import RunConfig
-from scalelong.training.config import (
+from scalelong.runs.settings import (
     DataSettings,
     DiffusionSettings,
     ModelSettings,
@@ -20,6 +19,7 @@ from scalelong.training.config import (
     ScalingSettings,
     TrainingSettings,
 )
+from scalelong.training import RunConfig
 
 TINY = RunConfig(
     data=DataSettings("digits", workers=0),

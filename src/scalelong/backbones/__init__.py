@@ -1,6 +1,5 @@
-"""Denoisers with long skips: U-ViT, diffusers' UNets as the paper used them, the matrix UNet of the theory."""
+"""Denoisers with long skips: U-ViT, diffusers' UNets as the paper used them."""
 
-from scalelong.backbones.matrix_unet import MatrixUNet
 from scalelong.backbones.official import load_official_uvit
 from scalelong.backbones.unet import PRESETS as UNET_PRESETS
 from scalelong.backbones.unet import Network, as_network, ddpm_cifar10, iddpm_imagenet64, text_latent
@@ -10,7 +9,6 @@ from scalelong.backbones.uvit import SkipLinear, UViT, UViTConfig
 __all__ = [
     "UNET_PRESETS",
     "UVIT_PRESETS",
-    "MatrixUNet",
     "Network",
     "SkipLinear",
     "UViT",

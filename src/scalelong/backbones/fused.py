@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from scalelong.transforms import is_watched
+from scalelong.scaling.torch_state import is_watched
 
 _DEVICE, _TYPES = "cuda", (torch.bfloat16, torch.float16)
 _KERNEL = "scalelong.backbones.attention_kernel"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scalelong.backbones.uvit import UViT, UViTConfig
-from scalelong.methods import ScalingConfig
+from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips import apply
 
 CODES = ("none", "rsqrt2", "cs", "ls", "ls_individual")  # the public code's numbers 0 .. 4

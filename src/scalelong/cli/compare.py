@@ -24,8 +24,8 @@ from scalelong.report.compare import Race
 from scalelong.report.html import Targets
 from scalelong.report.notes import notes
 from scalelong.report.numbers import number
+from scalelong.report.sentences import findings, seeds_words
 from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
-from scalelong.report.words import findings, seeds_words
 from scalelong.training import RunConfig, Trainer, get_preset
 
 

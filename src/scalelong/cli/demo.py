@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from scalelong.report.html import write_report
 from scalelong.report.plots import plot_comparison, stack_grids
-from scalelong.report.series import RunSeries, read_run
+from scalelong.runs.reader import RunSeries, read_run
 from scalelong.training import RunConfig, get_preset, read_events
 
 METHODS = ("none", "rsqrt2", "cs", "ls")

@@ -8,11 +8,11 @@ import time
 import torch
 
 from scalelong.data import DataError, Source, load_source, make_loader
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.presets import EXPECTED
 from scalelong.training import RunConfig, to_yaml
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.condition import Condition, make_condition
-from scalelong.training.presets import EXPECTED
-from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Stepper
 
 

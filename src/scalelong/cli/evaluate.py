@@ -14,8 +14,8 @@ import tyro
 from scalelong.cli.arguments import RunFolder
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
+from scalelong.runs.events import append_event
 from scalelong.training import load_run
-from scalelong.training.events import append_event
 from scalelong.training.run import TrainedRun
 
 

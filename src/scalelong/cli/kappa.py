@@ -19,17 +19,17 @@ import tyro
 
 from scalelong import coefficients, find_skips
 from scalelong.cli.arguments import ModelName
-from scalelong.cli.opening import open_model
+from scalelong.cli.open_model import open_model
 from scalelong.data import Source, load_source
 from scalelong.data.base import Shape
 from scalelong.diffusion import get_process
+from scalelong.runs.settings import DataSettings
 from scalelong.skips import is_scaled
 from scalelong.skips.auto import sum_of_squares
 from scalelong.skips.example import is_meta
 from scalelong.stability.kappa import Recommendation, recommend_kappa
 from scalelong.training import PRESETS, RunConfig, from_yaml, get_preset
 from scalelong.training.build import build_model
-from scalelong.training.config import DataSettings
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

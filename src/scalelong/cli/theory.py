@@ -15,8 +15,8 @@ from pathlib import Path
 
 import tyro
 
-from scalelong.stability.theory import Finding, Study, verify_theory
-from scalelong.stability.theory.pictures import draw
+from scalelong.lab import Finding, Study, verify_theory
+from scalelong.lab.pictures import draw
 
 COLUMNS = {"statement": 32, "prediction": 30, "measurement": 52, "verdict": 40}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from scalelong.report.series import Record, RunSeries
-from scalelong.training.config import ConditionSettings
-from scalelong.training.sizes import Conditioning
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.reader import Record, RunSeries
+from scalelong.runs.settings import ConditionSettings
 
 
 def model_card(

@@ -9,7 +9,6 @@ from itertools import combinations
 
 from scalelong.report.groups import Group, baseline, group_runs
 from scalelong.report.quality import Metric, headings, metrics_of, protocols, quality_series
-from scalelong.report.series import RunSeries
 from scalelong.report.statistics import (
     Difference,
     Estimate,
@@ -20,6 +19,7 @@ from scalelong.report.statistics import (
     running_mean,
     unpaired_difference,
 )
+from scalelong.runs.reader import RunSeries
 
 MEASURES = {  # name -> how it is headed
     "final_loss": "final loss",

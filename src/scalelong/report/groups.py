@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalelong.report.numbers import shortened
-from scalelong.report.series import RunSeries
-from scalelong.training.config import MAY_CHANGE, RunConfig, dotted
+from scalelong.runs.reader import RunSeries
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, dotted
 
 SEED = "training.seed"
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from scalelong.report import words
+from scalelong.report import sentences
 from scalelong.report.charts import Chart, make_charts
 from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.groups import Group, differing_settings, settings_in_use
 from scalelong.report.notes import notes
 from scalelong.report.numbers import count, duration, joined, number
 from scalelong.report.samples import make_films
-from scalelong.report.series import RunSeries
 from scalelong.report.tables import arrivals_table, measures_table, pairs_table, race_names
-from scalelong.training.config import MAY_CHANGE
+from scalelong.runs.reader import RunSeries
+from scalelong.runs.settings import MAY_CHANGE
 
 COLOURS = 8  # --c0 (the untouched network) to --c7 in report.css
 
@@ -81,25 +81,25 @@ def _context(comparison: Comparison, refused: Sequence[str], targets: Targets) -
         "title": f"{joined(sorted({run.config.data.name for run in comparison.runs}))}: "
         f"{joined([group.label for group in comparison.groups])}",
         "facts": _facts(comparison),
-        "headline": words.headline(comparison),
-        "seeds": words.seeds_words(comparison),
+        "headline": sentences.headline(comparison),
+        "seeds": sentences.seeds_words(comparison),
         "findings": [
             (colours[comparison.groups.index(group)], group.label, text)
-            for group, text in words.findings(comparison, comparison.loss_race(targets.loss))
+            for group, text in sentences.findings(comparison, comparison.loss_race(targets.loss))
         ],
         "notes": notes(comparison, refused),
         "groups": groups,
         "charts": charts,
         "measures": measures_table(comparison),
         "races": _races(comparison, targets),
-        "oscillation": words.oscillations_words(comparison),
-        "coefficients": [text for group in comparison.groups if (text := words.coefficient_words(group))]
-        + [text for text in [words.learned_against_constant(list(comparison.groups))] if text],
-        "throughput": words.throughput_words(comparison),
-        "smoothing": words.smoothing_words(comparison),
-        "quality": words.quality_summary(comparison),
+        "oscillation": sentences.oscillations_words(comparison),
+        "coefficients": [text for group in comparison.groups if (text := sentences.coefficient_words(group))]
+        + [text for text in [sentences.learned_against_constant(list(comparison.groups))] if text],
+        "throughput": sentences.throughput_words(comparison),
+        "smoothing": sentences.smoothing_words(comparison),
+        "quality": sentences.quality_summary(comparison),
         "films": films,
-        "films_lead": words.films_words([(film.group, film.run) for film in films]),
+        "films_lead": sentences.films_words([(film.group, film.run) for film in films]),
         "film_steps": sorted({frame.step for film in films for frame in film.frames}),
         "group_index": {group.label: i for i, group in enumerate(comparison.groups)},
         "configuration": _configuration(comparison.groups),
@@ -142,7 +142,7 @@ def _races(comparison: Comparison, targets: Targets) -> list[dict[str, Any]]:
         {
             "what": what,
             "target": number(race.target),
-            "why": words.target_words(race),
+            "why": sentences.target_words(race),
             "arrivals": arrivals_table(race),
             "pairs": pairs_table(race),
         }

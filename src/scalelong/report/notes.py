@@ -10,7 +10,7 @@ from itertools import pairwise
 from scalelong.report.compare import Comparison
 from scalelong.report.numbers import count, joined, shortened
 from scalelong.report.quality import Metric
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 
 def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:

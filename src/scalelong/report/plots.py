@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scalelong.report.numbers import shortened
-from scalelong.report.series import Record, RunSeries
+from scalelong.runs.reader import Record, RunSeries
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from scalelong.report.groups import Group
-from scalelong.report.series import RunSeries
+from scalelong.runs.reader import RunSeries
 
 logger = logging.getLogger(__name__)
 

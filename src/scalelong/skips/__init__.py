@@ -1,13 +1,13 @@
 """Where a scaling is applied: finding long skips, putting a scaling on a model, checking it, taking it off, saving it."""
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, is_scaled, remove, scaling_of
+from scalelong.skips.families import known_families, known_skips
 from scalelong.skips.fold import fold
-from scalelong.skips.known import known_families, known_skips
-from scalelong.skips.loops import NoLongSkipsError
-from scalelong.skips.persist import from_pretrained, load, save
-from scalelong.skips.reach import measure_reach
-from scalelong.skips.sites import LongSkip, skip_table
-from scalelong.skips.verify import VerificationError, VerificationReport, verify
+from scalelong.skips.long_skip import LongSkip, skip_table
+from scalelong.skips.persistence import from_pretrained, load, save
+from scalelong.skips.tracing.nesting import NoLongSkipsError
+from scalelong.skips.tracing.reach import measure_reach
+from scalelong.skips.tracing.verify import VerificationError, VerificationReport, verify
 
 __all__ = [
     "Handle",

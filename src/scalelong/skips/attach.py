@@ -10,21 +10,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from scalelong.methods import ScalingConfig
-from scalelong.scaling import Description, Scaling
+from scalelong.scaling.base import Description, Scaling
+from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips.auto import AUTO, auto_kappa, log_choice
 from scalelong.skips.branches import residual_branches
-from scalelong.skips.detect import detect
 from scalelong.skips.example import as_call, is_meta
-from scalelong.skips.generate import generated_example
-from scalelong.skips.guard import check_unwrapped, forget_compiled
+from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.families import known_families, known_skips
 from scalelong.skips.hooks import ROOT_NAME, attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
-from scalelong.skips.known import known_families, known_skips
-from scalelong.skips.operands import holding_both, with_operands
-from scalelong.skips.placement import after_norm
-from scalelong.skips.reach import measure_reach
-from scalelong.skips.sites import Call, LongSkip, skip_table
-from scalelong.skips.verify import verify
+from scalelong.skips.long_skip import Call, LongSkip, skip_table
+from scalelong.skips.state_dict_checks import check_unwrapped, forget_compiled
+from scalelong.skips.tracing.detect import detect
+from scalelong.skips.tracing.operands import holding_both, with_operands
+from scalelong.skips.tracing.placement import after_norm
+from scalelong.skips.tracing.reach import measure_reach
+from scalelong.skips.tracing.verify import verify
 
 __all__ = [
     "CONFIG_KEY",

@@ -11,9 +11,9 @@ import logging
 
 from torch import Tensor
 
-from scalelong.scaling import constant_coefficients
+from scalelong.scaling.base import constant_coefficients
 from scalelong.skips.example import tensors_in
-from scalelong.skips.sites import Call
+from scalelong.skips.long_skip import Call
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scalelong.skips.sites import Call
+from scalelong.skips.long_skip import Call
 
 
 def as_call(example: Any) -> Call:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.scaling import ConstantScaling
+from scalelong.scaling.base import ConstantScaling
 from scalelong.skips.attach import remove
-from scalelong.skips.detect import Detection
 from scalelong.skips.example import is_meta, own_copy, run_example, tensors_in, undisturbed
-from scalelong.skips.generate import generated_example
+from scalelong.skips.example_inputs import generated_example
 from scalelong.skips.hooks import attached_skips, replace_scaling, scaling_of
-from scalelong.skips.loops import Loop
-from scalelong.skips.sites import Call, ChannelSlice, LongSkip, OutputChannels
-from scalelong.skips.trace import Node, Trace
-from scalelong.skips.verify import comparable_copies, oracle_loops
+from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
+from scalelong.skips.tracing.detect import Detection
+from scalelong.skips.tracing.nesting import Loop
+from scalelong.skips.tracing.trace import Node, Trace
+from scalelong.skips.tracing.verify import comparable_copies, oracle_loops
 
 POSITIVELY_HOMOGENEOUS = frozenset(  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
     {

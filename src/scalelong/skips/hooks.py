@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from scalelong.scaling import Scaling
+from scalelong.scaling.base import Scaling
 from scalelong.skips.branches import Branches
-from scalelong.skips.guard import check_state_dict, renew_constants, wrapper_of
-from scalelong.skips.sites import Call, LongSkip, OutputChannels, Take
+from scalelong.skips.long_skip import Call, LongSkip, OutputChannels, Take
+from scalelong.skips.state_dict_checks import check_state_dict, renew_constants, wrapper_of
 
 ROOT_NAME = "scalelong"  # the gates' place in the model and in its state dict
 _ATTACHMENT = "_scalelong_attachment"

@@ -20,8 +20,8 @@ from scalelong.backbones.autoencoder import small_autoencoder
 from scalelong.data import Source, make_loader, to_uint8
 from scalelong.data.grid import save_grid
 from scalelong.random import normal
+from scalelong.runs.events import METRICS
 from scalelong.training.build import seeded
-from scalelong.training.events import METRICS
 
 GRID = "reconstructions.png"
 SETTINGS = "training.json"

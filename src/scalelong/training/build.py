@@ -15,8 +15,8 @@ from scalelong.data import to_uint8
 from scalelong.data.base import Shape
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process
-from scalelong.training.config import ModelSettings, RunConfig, uvit_config
-from scalelong.training.sizes import Conditioning
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.settings import ModelSettings, RunConfig, uvit_config
 
 ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
 

@@ -19,8 +19,8 @@ from scalelong.data import Batch, Source, sample_to_item
 from scalelong.data.text import TextEncoder, encode_text
 from scalelong.diffusion import Guidance
 from scalelong.random import uniform
-from scalelong.training.config import ConditionSettings, RunConfig
-from scalelong.training.sizes import Conditioning
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.settings import ConditionSettings, RunConfig
 
 Given = dict[str, Any]  # keyword arguments of the network, tensors
 

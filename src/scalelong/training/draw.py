@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data.base import Shape
 from scalelong.diffusion import Objective, sample
+from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
-from scalelong.training.config import RunConfig
 
 
 def draw_grid(config: RunConfig, objective: Objective, model: nn.Module, shape: Shape, condition: Condition) -> Tensor:

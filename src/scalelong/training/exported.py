@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.data.base import Shape
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.settings import RunConfig, ScalingSettings
+from scalelong.runs.yaml_file import from_yaml, to_yaml
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError
-from scalelong.training.config import RunConfig, ScalingSettings
-from scalelong.training.sizes import Conditioning
-from scalelong.training.yaml_file import from_yaml, to_yaml
 
 DESCRIPTION = "scalelong_run.json"
 CONFIG = "config.yaml"

@@ -17,6 +17,9 @@ from tqdm import tqdm
 
 from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.events import CHECKPOINT_KIND, Events
+from scalelong.runs.settings import RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import (
@@ -28,15 +31,12 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
-from scalelong.training.config import RunConfig
 from scalelong.training.draw import draw_grid
 from scalelong.training.ema import Ema
-from scalelong.training.events import CHECKPOINT_KIND, Events
-from scalelong.training.guard import Guard, describe
+from scalelong.training.nonfinite import Guard, describe
 from scalelong.training.record import Window, environment
 from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder
 from scalelong.training.signals import StopSignals
-from scalelong.training.sizes import Conditioning
 from scalelong.training.step import Pending, Stepper, StepResult, index_batches, learning_rate
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,14 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data.base import Shape
 from scalelong.data.images import to_uint8
 from scalelong.diffusion import Objective
-from scalelong.skips.persist import SCALING_NAME
+from scalelong.runs.conditioning import Conditioning
+from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
+from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
-from scalelong.training.config import MAY_CHANGE, RunConfig, differences
-from scalelong.training.events import CHECKPOINT_KIND, METRICS, read_events
 from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
-from scalelong.training.sizes import Conditioning
-from scalelong.training.yaml_file import from_yaml, to_yaml
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"

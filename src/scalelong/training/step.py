@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Objective, draw_time_and_noise
+from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
-from scalelong.training.config import RunConfig
-from scalelong.training.guard import Suspects, find_suspects
+from scalelong.training.nonfinite import Suspects, find_suspects
 
 
 @dataclass(frozen=True)

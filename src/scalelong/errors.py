@@ -1,0 +1,26 @@
+"""Wording shared by error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """ "did you mean 'x'? " for a near miss, else "".
+
+    >>> did_you_mean("sc", ["cs", "ls"])
+    "did you mean 'cs'? "
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def unknown_name(key: str, name: object, known: Iterable[str]) -> ValueError:
+    """A ValueError for a name that is not among the known ones; raise it.
+
+    >>> print(unknown_name("sampler", "dimm", ["ddim", "heun"]))
+    sampler: unknown 'dimm'; did you mean 'ddim'? choose one of ddim, heun
+    """
+    names = list(known)
+    return ValueError(f"{key}: unknown {name!r}; {did_you_mean(name, names)}choose one of {', '.join(names)}")

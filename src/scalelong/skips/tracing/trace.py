@@ -1,0 +1,256 @@
+"""One forward pass as a graph: which tensor was computed from which, in which module call.
+
+Nodes are tensors that depend on the input, in the order they were made. A node is `weighted` where its operation mixes the
+data with a weight matrix or kernel of the model. A module call is an interval of nodes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from scalelong.skips.example import is_meta, own_copy, run_example, tensors_in, undisturbed
+from scalelong.skips.long_skip import Argument, Call, Item
+from scalelong.skips.tracing.join_ops import KINDS, CountingMode, JoinCall, Kind, Which
+
+INPUT = "input"  # the name of a node that no function made
+
+ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
+    *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "sub", "sub_", "__sub__", "__rsub__", "div", "div_"),
+    *("__truediv__", "addcmul", "addcmul_", "where", "layer_norm", "group_norm", "batch_norm", "rms_norm"),
+    *("instance_norm", "expand", "expand_as", "prelu", "__setitem__", "copy_"),
+}
+
+
+ONLY_SHAPE = frozenset(  # what they give has the shape or type of their input, and nothing of its values
+    {
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "zeros_like", "ones_like", "empty_like"),
+        *("full_like", "rand_like", "randn_like", "randint_like"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A joining call: its number, its operands (None: not computed from the input) and, of `cat`, where they stand."""
+
+    ordinal: int
+    kind: Kind
+    operands: tuple[int | None, ...]
+    dim: int | None
+    sizes: tuple[int, ...]  # of each operand along `dim`
+
+
+@dataclass(frozen=True)
+class Node:
+    """A tensor that depends on the input."""
+
+    index: int
+    parents: tuple[int, ...]
+    name: str  # of the function that made it
+    op: int  # the number of that call
+    call: int  # the innermost module call around it
+    shape: tuple[int, ...]
+    weighted: bool = False
+    weight: str | None = None  # the parameter it was weighted with
+    join: Join | None = None
+
+
+Spot = Argument | Item
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: nodes start <= index < end were made in it."""
+
+    index: int
+    name: str
+    module: nn.Module
+    parent: int  # -1: the model itself
+    start: int
+    end: int = -1
+    given: list[tuple[Spot, int]] = field(default_factory=list)  # where in the call which node stood
+    lists: list[tuple[list[Any], int, Argument]] = field(default_factory=list)  # lists it was handed, with their length
+    drained: set[Argument] = field(default_factory=set)  # lists that the call itself changed
+    returned: set[int] = field(default_factory=set)
+
+    def holds(self, node: int) -> bool:
+        return self.start <= node < self.end
+
+
+@dataclass
+class Trace:
+    """The graph of one forward pass."""
+
+    nodes: list[Node]
+    calls: list[ModuleCall]
+
+    def __post_init__(self) -> None:
+        self.children: list[list[int]] = [[] for _ in self.nodes]
+        self.ancestors: list[int] = []  # one bit per node, itself included
+        weighted = 0
+        self.depth: list[int] = []  # number of weighted operations a node depends on
+        for node in self.nodes:
+            bits = 1 << node.index
+            weighted |= bits if node.weighted else 0
+            for parent in node.parents:
+                bits |= self.ancestors[parent]
+                self.children[parent].append(node.index)
+            self.ancestors.append(bits)
+            self.depth.append((bits & weighted).bit_count())
+
+    def leads_to(self, first: int, last: int) -> bool:
+        return bool(self.ancestors[last] >> first & 1)
+
+    def weights_between(self, first: int, last: int, at_most: int) -> int:
+        """The number of weighted operations after `first` that `last` needs, counted no further than `at_most`."""
+        found = 0
+        for node in self.nodes[first + 1 : last + 1]:
+            if node.weighted and self.leads_to(first, node.index) and self.leads_to(node.index, last):
+                found += 1
+                if found >= at_most:
+                    break
+        return found
+
+    def stack(self, node: int) -> list[int]:
+        """The module calls around a node, outermost first."""
+        calls, call = [], self.nodes[node].call
+        while call >= 0:
+            calls.append(call)
+            call = self.calls[call].parent
+        return calls[::-1]
+
+    def times_called(self, module: nn.Module) -> int:
+        return sum(call.module is module for call in self.calls)
+
+
+class _Recorder(CountingMode):
+    """Builds the nodes; `enter` and `leave` are the hooks of every module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.calls: list[ModuleCall] = []
+        self.open: list[int] = []
+        self.node_of = WeakTensorKeyDictionary()
+        self.weight_of = WeakTensorKeyDictionary()  # parameters and what is computed of parameters only
+        self.constants = WeakTensorKeyDictionary()  # what is computed of neither
+        self.module_names = {module: name for name, module in model.named_modules()}
+        for name, parameter in model.named_parameters():
+            self.weight_of[parameter] = name
+
+    def add(self, tensor: Tensor, parents: list[int], name: str, op: int = -1, **more: Any) -> None:
+        call = self.open[-1] if self.open else -1
+        node = Node(len(self.nodes), tuple(dict.fromkeys(parents)), name, op, call, tuple(tensor.shape), **more)
+        self.nodes.append(node)
+        self.node_of[tensor] = node.index
+
+    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, op = which.name, which.op
+        given = list(tensors_in([args, kwargs]))
+        parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of and name not in ONLY_SHAPE]
+        weights = [(tensor, self.weight_of[tensor]) for tensor in given if tensor in self.weight_of]
+        found = self._join(JoinCall(name, args, kwargs), which.join) if name in KINDS and parents else None
+        result = func(*args, **kwargs)
+        if name in ("__setitem__", "copy_"):
+            self.add(args[0], parents, name, op)
+            return result
+        in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+        matrix = next((key for tensor, key in weights if tensor.ndim >= 2), None)
+        weighted = matrix is not None and name not in ELEMENTWISE
+        for tensor in tensors_in(result):
+            if not in_place and any(tensor is other for other in given):
+                continue  # contiguous(), to() and the like gave their input back
+            if parents:
+                self.add(tensor, parents, name, op, weighted=weighted, weight=matrix if weighted else None, join=found)
+            elif weights and tensor not in self.weight_of:
+                self.weight_of[tensor] = weights[0][1]
+            else:
+                self.constants[tensor] = True
+        return result
+
+    def _join(self, call: JoinCall, ordinal: int) -> Join | None:
+        operands = call.operands()
+        nodes = tuple(self.node_of[o] if isinstance(o, Tensor) and o in self.node_of else None for o in operands)
+        if call.kind != "cat":
+            return Join(ordinal, call.kind, nodes, None, ())
+        dim = call.dim()
+        return Join(ordinal, "cat", nodes, dim, tuple(int(operand.shape[dim]) for operand in operands))
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parent = self.open[-1] if self.open else -1
+        call = ModuleCall(len(self.calls), self.module_names[module], module, parent, len(self.nodes))
+        for argument, value in _named_arguments(module, args, kwargs):
+            if isinstance(value, Tensor) and value in self.node_of:
+                call.given.append((argument, self.node_of[value]))
+            elif isinstance(value, (tuple, list)):
+                for at, item in enumerate(value):
+                    if isinstance(item, Tensor) and item in self.node_of:
+                        call.given.append((Item(argument, at - len(value)), self.node_of[item]))
+                if isinstance(value, list):
+                    call.lists.append((value, len(value), argument))
+        self.calls.append(call)
+        self.open.append(call.index)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        call = self.calls[self.open[-1]]
+        with torch._C.DisableTorchFunction():
+            sources = [self.node_of[t] for t in tensors_in([args, kwargs]) if t in self.node_of]
+            for tensor in tensors_in(result):  # one that no torch function gave comes of a function out of our sight
+                if sources and not any(tensor in known for known in (self.node_of, self.weight_of, self.constants)):
+                    weight = next((self.weight_of[p] for p in module.parameters() if p in self.weight_of), None)
+                    self.add(tensor, sources, "module", weighted=weight is not None, weight=weight)
+                if tensor in self.node_of:
+                    call.returned.add(self.node_of[tensor])
+        call.end = len(self.nodes)
+        call.drained = {argument for items, length, argument in call.lists if len(items) != length}
+        call.lists.clear()
+        self.open.pop()
+
+
+def _named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Argument, Any]]:
+    try:
+        signature = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a builtin or scripted forward
+        signature = ()  # type: ignore[assignment]
+    names = [p.name for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for position, value in enumerate(args):
+        yield Argument(position, names[position] if position < len(names) else ""), value
+    for key, value in kwargs.items():
+        yield Argument(names.index(key) if key in names else len(names) + len(args), key), value
+
+
+def trace(model: nn.Module, call: Call) -> Trace:
+    """Run the model once on the example, without gradients, and return the graph. The model is left as it was."""
+    recorder = _Recorder(model)
+    handles = []
+    with undisturbed(model), torch.no_grad():
+        call = own_copy(call, is_meta(model))
+        for tensor in tensors_in(call):
+            if tensor not in recorder.node_of:
+                recorder.add(tensor, [], INPUT)
+        try:
+            for module in model.modules():
+                if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+                    continue  # the compiled module inside is the one that hooks can be put on
+                handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
+            with recorder:
+                result = run_example(model, call)
+        finally:
+            for handle in handles:
+                handle.remove()
+    if not any(tensor in recorder.node_of for tensor in tensors_in(result)):
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        hint = " (it has scripted parts, which cannot be looked into: script it after scaling)" if scripted else ""
+        name = type(model).__name__
+        raise ValueError(f"example: the output of {name} does not depend on it{hint}; nothing can be traced")
+    return Trace(recorder.nodes, recorder.calls)

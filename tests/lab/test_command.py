@@ -1,0 +1,47 @@
+"""`scalelong theory`: the table, the pictures and the files of real studies."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from scalelong.cli.theory import markdown_table, text_table, write
+from scalelong.lab import STUDIES, Study
+from scalelong.lab.pictures import draw
+
+
+@pytest.fixture(scope="module")
+def studies() -> list[Study]:
+    return [study(True, 0) for study in STUDIES.values()]
+
+
+def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study]) -> None:
+    assert [study.name for study in studies] == ["lemma32", "theorem31", "theorem33", "theorem34"]
+    for study in studies:
+        assert study.findings
+        for finding in study.findings:
+            assert finding.verdict.startswith(("holds", "fails as printed: ")), finding
+
+
+def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:
+    findings = [finding for study in studies for finding in study.findings]
+    write(studies, findings, tmp_path)
+    assert len(json.loads((tmp_path / "theory.json").read_text())) == 4
+    with (tmp_path / "theory.csv").open() as file:
+        assert [row["verdict"] for row in csv.DictReader(file)] == [finding.verdict for finding in findings]
+    for study in studies:
+        with Image.open(draw(study, tmp_path)) as picture:
+            assert picture.width > 500
+            assert picture.convert("L").getextrema()[0] < 100  # something is drawn
+
+
+def test_tables_hold_every_word(studies: list[Study]) -> None:
+    findings = studies[0].findings
+    words = text_table(findings).split()
+    for finding in findings:
+        assert set(finding.measurement.split()) <= set(words)
+    rows = markdown_table(findings).splitlines()
+    assert len(rows) == 2 + len(findings)
+    assert {row.count("|") for row in rows} == {5}

@@ -1,0 +1,113 @@
+"""Configuration: the round trip, and refusals that name the key."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalelong.training import PRESETS, get_preset, to_yaml
+from scalelong.runs.settings import RunConfig, differences, dotted
+from scalelong.runs.yaml_file import from_yaml
+from tests.training.tiny import TINY, tiny
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_sound_and_survives_yaml(name: str, tmp_path) -> None:
+    config = get_preset(name)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert from_yaml(tmp_path / "config.yaml") == config.checked(on_gpu=True)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("cifar10", "celeba"))])
+def test_presets_are_the_columns_of_table_6(name: str) -> None:
+    config = get_preset(name)
+    assert (config.training.steps, config.training.batch_size) == (500_000, 128)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-4, 0.03)
+    assert config.optimizer.betas == ((0.99, 0.999) if "cifar10" in name else (0.99, 0.99))
+    assert config.optimizer.warmup_steps == (2500 if "cifar10" in name else 4000)
+    assert config.scaling.kappa == 0.5
+
+
+def test_a_yaml_file_changes_only_what_it_names(tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text("training: {steps: 7}\noptimizer: {lr: 1e-4, betas: [0.9, 0.95]}\n")
+    config = from_yaml(tmp_path / "mine.yaml", TINY)
+    assert differences(TINY, config) == {
+        "training.steps": (12, 7),
+        "optimizer.lr": (1e-3, 1e-4),
+        "optimizer.betas": ((0.99, 0.999), (0.9, 0.95)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainig: {steps: 7}", r"unknown key 'trainig'; did you mean 'training'\?"),
+        ("training: {step: 7}", r"unknown key 'training\.step'; did you mean 'training\.steps'\?"),
+        ("training: {steps: many}", r"training\.steps: must be int, got 'many'"),
+        ("training: {steps: 1.5}", r"training\.steps: must be int, got 1\.5"),
+        ("training: {steps: true}", r"training\.steps: must be int, got True"),
+        ("training: {precision: fp8}", r"training\.precision: must be one of auto, fp32, bf16, fp16, got 'fp8'"),
+        ("optimizer: {betas: [0.9]}", r"optimizer\.betas: must hold 2 numbers"),
+        ("data: {flip: 'no'}", r"data\.flip: must be bool"),
+        ("training: 7", r"training: must hold keys and values"),
+        ("training: {steps: [", r"is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_key(text: str, message: str, tmp_path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        from_yaml(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training_steps": 0}, r"training\.steps: must be at least 1, got 0"),
+        ({"training_keep": 1}, r"training\.keep: must be at least 2"),
+        ({"training_precision": "fp16"}, r"training\.precision: fp16 needs a GPU"),
+        (
+            {"training_accumulate": 2, "training_compile": "reduce-overhead"},
+            r"training\.compile: reduce-overhead .* training\.accumulate = 2",
+        ),
+        ({"training_ema_decay": 1.0}, r"training\.ema_decay"),
+        ({"optimizer_lr": 0.0}, r"optimizer\.lr: must be positive"),
+        ({"optimizer_betas": (0.9, 1.0)}, r"optimizer\.betas"),
+        ({"scaling_method": "lss"}, r"scaling\.method: unknown 'lss'"),
+        ({"scaling_method": "cs", "scaling_kappa": 2.0}, r"scaling\.kappa"),
+        ({"diffusion_process": "vpp"}, r"diffusion\.process: unknown 'vpp'"),
+        ({"diffusion_prediction": "x1"}, r"diffusion\.prediction"),
+        ({"sampling_sampler": "euler"}, r"sampling\.sampler: unknown 'euler'"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_key(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes).checked()
+
+
+def test_a_batch_must_divide_among_ranks_and_micro_batches() -> None:
+    with pytest.raises(ValueError, match=r"training\.batch_size: 8 is not divisible by 3 ranks x 1 .* multiple of 3"):
+        tiny().checked(world_size=3)
+    with pytest.raises(ValueError, match=r"training\.batch_size: .* 2 ranks x 8 micro-batches"):
+        tiny(training_accumulate=8).checked(world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "message"),
+    [
+        ({"model_patch_size": 3}, (1, 8, 8), r"model\.patch_size: 3 does not divide"),
+        ({"model_heads": 3}, (1, 8, 8), r"model\.heads"),
+        ({"model_backbone": "unet"}, (1, 12, 12), r"model\.channels: 4 levels .* 12 is not divisible by 8"),
+        ({}, (3, 8, 16), r"data\.image_size: images must be square"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_images_is_refused(changes, shape, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes).check_shape(shape)
+
+
+def test_an_unknown_preset_gets_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"unknown 'cifar-uvit-s2'; did you mean 'cifar10-uvit-s2'\?"):
+        get_preset("cifar-uvit-s2")
+
+
+def test_every_setting_has_one_dotted_key() -> None:
+    assert len(dotted(RunConfig())) == len(set(dotted(RunConfig()))) > 35
