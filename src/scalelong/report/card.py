@@ -17,7 +17,7 @@ def model_card(
         return _card(run, step, weights, _LOADING.format(more="", arguments=shape))
     told = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
     given = ", ".join(f"{key}={value}" for key, value in told.items() if value and isinstance(value, int))
-    more = "\nfrom scalelong.training.sizes import Conditioning"
+    more = "\nfrom scalelong.runs.conditioning import Conditioning"
     return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 
