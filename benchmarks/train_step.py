@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from scalelong.training.ema import Ema
 from torch import Tensor, nn
 
 from scalelong.backbones import UViT, as_network
@@ -25,7 +26,6 @@ from scalelong.data import MemorySource, make_loader
 from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.ema import Ema
 from scalelong.training.step import Pending, Stepper, sample_indices
 
 

@@ -18,7 +18,6 @@ import tyro
 from accelerate import PartialState
 
 from scalelong.cli.arguments import RunFolders
-from scalelong.cli.train import oscillation_probe
 from scalelong.report import Comparison, compare_runs, read_runs, write_report
 from scalelong.report.compare import Race
 from scalelong.report.html import Targets
@@ -26,8 +25,9 @@ from scalelong.report.notes import notes
 from scalelong.report.numbers import number
 from scalelong.report.sentences import findings, seeds_words
 from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
+from scalelong.stability import OscillationProbe
 from scalelong.training import RunConfig, Trainer, get_preset
-from scalelong.training.checks import check_config
+from scalelong.training.build import check_config
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ def _train_missing(command: Compare, ranks: PartialState) -> list[Path]:
         if ranks.is_main_process:
             print(f"run {position} of {len(configs)}: {name}", file=sys.stderr)
         trainer = Trainer(config, out / name)
-        trainer.observers.append(oscillation_probe(trainer, every=config.training.log_every))
+        trainer.observers.append(
+            OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
+        )
         trainer.run()
         if trainer.stopping:
             raise RuntimeError(f"stopped in {name} at step {trainer.step}; the same command again goes on from there")

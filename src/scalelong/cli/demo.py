@@ -97,12 +97,13 @@ def _train_all(configs: dict[str, RunConfig], out: Path) -> None:
 def _train_one(config: RunConfig, folder: Path) -> None:
     import torch
 
-    from scalelong.cli.train import oscillation_probe
+    from scalelong.stability import OscillationProbe
     from scalelong.training import Trainer
 
     torch.set_num_threads(1)
     trainer = Trainer(config, folder)
-    trainer.observers.append(oscillation_probe(trainer, every=config.training.log_every))
+    every = config.training.log_every
+    trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=every))
     trainer.run()
 
 

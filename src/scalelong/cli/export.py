@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     if command.format == "diffusers":
         _export_pipeline(run, command)
         return
-    card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.sizes)
+    card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, command.out or run.folder / "export")
     shutil.copy(run.folder / "config.yaml", out / "config.yaml")
     (out / "README.md").write_text(card)

@@ -75,7 +75,8 @@ def _kappa(run: RunSeries, step: int) -> str:
 
 def _quality(record: Record) -> str:
     drawn = f"{record['n']:,} images of seed {record.get('sample_seed', '?')}"
-    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps in {record.get('precision', 'fp32')}"
-    if "guidance" in record:
-        how += f", guidance {record['guidance']:g}"
+    sampling = record.get("sampling") or {**record, "steps": record.get("sampler_steps", "?")}  # older records are flat
+    how = f"{sampling.get('sampler', '?')} with {sampling['steps']} steps in {sampling.get('precision', 'fp32')}"
+    if sampling.get("guidance", 1) != 1:
+        how += f", guidance {sampling['guidance']:g}"
     return f"- {record['metric']} = {record['value']:.3f} ({drawn}, {how}, extractor {record['extractor']})"

@@ -72,8 +72,9 @@ def _metric(record: Record) -> Metric:
 
 def _drawing(record: Record) -> str:
     """How the images were drawn; a record that does not say is of fp32 and of the averaged weights, the defaults."""
-    sampler, steps, guidance = (record.get(key) for key in ("sampler", "sampler_steps", "guidance"))
-    precision, weights = record.get("precision") or "fp32", record.get("weights") or "ema"
+    sampling = record.get("sampling") or {**record, "steps": record.get("sampler_steps")}  # older records are flat
+    sampler, steps, guidance = (sampling.get(key) for key in ("sampler", "steps", "guidance"))
+    precision, weights = sampling.get("precision") or "fp32", record.get("weights") or "ema"
     parts = [
         f"{sampler} {steps} steps" if sampler and steps else sampler,
         f"guidance {guidance:g}" if guidance not in (None, 1) else "",

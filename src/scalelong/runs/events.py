@@ -92,6 +92,8 @@ def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

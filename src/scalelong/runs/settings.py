@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
+SamplingPrecision = Literal["fp32", "bf16", "fp16"]
 OnNonFinite = Literal["raise", "skip", "rewind"]
 ConditionKind = Literal["none", "class", "text"]
 
@@ -138,14 +139,21 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How grids are drawn during training, and the default of `scalelong sample`."""
+    """How images are sampled: the grids of a training run, and the defaults of `scalelong sample` and `evaluate`.
 
-    sampler: str = ""  # default: the process's own
+    >>> SamplingSettings("ddim", steps=25, guidance=2.0).precision
+    'fp32'
+    """
+
+    sampler: str = ""  # ddpm, ddim, dpm++2m, dpm++3m, heun, euler_maruyama; default: the process's own
     steps: int = 0  # 0: the sampler's own
-    count: int = 64  # images in a grid
-    clip: bool = True  # clamp each guess at the image to [-1, 1]
-    guidance: float = 1.0  # classifier-free guidance; 1: none
+    count: int = 64  # number of images
+    clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
+    guidance: float = 1.0  # scale of classifier-free guidance; 1: none
     guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
+    precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
+    batch_size: int = 500
+    compile: bool = False  # compile the denoiser; pays off from some thousand images on
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,9 @@ MAY_CHANGE = frozenset(
         "training.keep",
         "training.sample_every",
         "training.wandb_project",
+        "sampling.precision",
+        "sampling.batch_size",
+        "sampling.compile",
         "data.workers",
         "data.root",
     }
