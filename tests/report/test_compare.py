@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scalelong.report import Comparison, compare_runs, read_runs
-from scalelong.report.quality import Metric, headings, metrics_of, quality_series
 from tests.report.runs import write_run
 
 
@@ -139,46 +138,6 @@ def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> Non
     unreached = comparison.metric_race(comparison.metrics[0], 1.0)
     assert unreached is not None
     assert [a.reached for a in unreached.arrivals] == [0, 0]
-
-
-def test_qualities_compare_only_within_one_protocol(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", evaluations=[(20, 30.0), (20, 34.0), (40, 20.0)])
-    write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)], metric={"n": 50_000})
-    write_run(tmp_path / "c", "ls", evaluations=[(40, 9.0)], metric={"sampler": "ddim", "sampler_steps": 5})
-    runs = read_runs([tmp_path])[0]
-    assert [str(metric) for metric in metrics_of(runs)] == ["FID of 50,000 images"] + ["FID of 10,000 images"] * 2
-    assert [metric.protocol for metric in metrics_of(runs)][2] == "10,000 images, ddim 5 steps, inception"
-    plain = Metric("FID", 10_000, "inception")
-    assert [quality_series(run, plain) for run in runs] == [([20, 40], [32.0, 20.0]), ([], []), ([], [])]
-    assert Metric("FD(mine)", 10, "mine").protocol == "10 images"
-
-
-def test_precisions_are_not_averaged_and_old_records_are_of_fp32(tmp_path: Path) -> None:
-    drawn = {"sampler": "ddim", "sampler_steps": 5}
-    write_run(tmp_path / "old", evaluations=[(40, 9.0)], metric=drawn)
-    write_run(tmp_path / "new", "cs", evaluations=[(40, 8.0)], metric=drawn | {"precision": "fp32"})
-    write_run(tmp_path / "half", "ls", evaluations=[(40, 7.0)], metric=drawn | {"precision": "bf16"})
-    runs = read_runs([tmp_path])[0]
-    assert [metric.sampler for metric in metrics_of(runs)] == ["ddim 5 steps", "ddim 5 steps, bf16"]
-    plain = metrics_of(runs)[0]
-    assert {run.folder.name: quality_series(run, plain)[1] for run in runs} == {"old": [9.0], "new": [8.0], "half": []}
-
-
-def test_weights_and_references_are_not_mixed(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", evaluations=[(40, 9.0)], metric={"reference": "r1"})
-    write_run(tmp_path / "b", "cs", evaluations=[(40, 8.0)], metric={"reference": "r1", "weights": "ema"})
-    write_run(tmp_path / "c", "ls", evaluations=[(40, 7.0)], metric={"reference": "r1", "weights": "model"})
-    write_run(tmp_path / "d", "universal", evaluations=[(40, 6.0)], metric={"reference": "r2"})
-    runs = read_runs([tmp_path])[0]
-    found = {m: [values[0] for run in runs if (values := quality_series(run, m)[1])] for m in metrics_of(runs)}
-    assert sorted(found.values()) == [[6.0], [7.0], [9.0, 8.0]]
-    assert headings(list(found))[next(m for m in found if found[m] == [7.0])] == (
-        "FID (10,000 images, weights as trained, inception)"
-    )
-    assert sorted(headings(list(found)).values())[1:] == [
-        "FID (10,000 images, inception, reference r2)",
-        "FID (10,000 images, weights as trained, inception)",
-    ]
 
 
 def test_data_are_the_same_by_fingerprint_where_both_have_one(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_page_says_what_is_missing_or_wrong(tmp_path: Path) -> None:
         file.write("not json\n")
     text = page(tmp_path, folder, tmp_path / "nowhere")
     assert "1 damaged line in metrics.jsonl" in text
-    assert "nowhere: is no run" in text
+    assert "nowhere: is not a run folder" in text
     assert "No evaluation was recorded" in text
     assert "No run recorded the norms of its blocks" in text
     assert "No run has drawn samples yet" in text

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from scalelong.report.html import write_report
 from scalelong.report.plots import plot_comparison, stack_grids
-from scalelong.runs.reader import RunSeries, read_run
+from scalelong.runs.reader import Run, read_run
 from scalelong.training import RunConfig, get_preset, read_events
 
 METHODS = ("none", "rsqrt2", "cs", "ls")
@@ -65,7 +65,7 @@ def demo_config(method: str, steps: int, seed: int) -> RunConfig:
     )
 
 
-def comparison_table(runs: list[RunSeries]) -> str:
+def comparison_table(runs: list[Run]) -> str:
     """Final loss, oscillation of the middle block and spread of the gradient norm of each run."""
     lines = [
         "method   final loss   feature oscillation   gradient-norm spread   images/s",

@@ -2,6 +2,6 @@
 
 from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.html import write_report
-from scalelong.runs.reader import RunSeries, read_run, read_runs
+from scalelong.runs.reader import Run, read_run, read_runs
 
-__all__ = ["Comparison", "RunSeries", "compare_runs", "read_run", "read_runs", "write_report"]
+__all__ = ["Comparison", "Run", "compare_runs", "read_run", "read_runs", "write_report"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from scalelong.runs.reader import Record, RunSeries
+from scalelong.runs.reader import Measurement, Run
 from scalelong.runs.settings import Conditioning, ConditionSettings
 
 
 def model_card(
-    run: RunSeries, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
+    run: Run, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
 ) -> str:
     """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
     if sizes is None or sizes == Conditioning():
@@ -20,12 +20,12 @@ def model_card(
     return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 
-def pipeline_card(run: RunSeries, step: int, weights: str) -> str:
+def pipeline_card(run: Run, step: int, weights: str) -> str:
     """Markdown to lie in a folder that diffusers loads."""
     return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
 
 
-def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
+def _card(run: Run, step: int, weights: str, loading: str) -> str:
     config = run.config
     scaling = ", ".join(f"{key} = {value}" for key, value in config.scaling.options().items() if key != "allow_amplify")
     prediction = config.diffusion.prediction or "the process's default target"
@@ -43,8 +43,8 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
         "## Quality",
         "",
     ]
-    measured = [r for r in run.evaluation if r["step"] == step and r.get("weights", "ema") == weights]
-    lines += [_quality(record) for record in measured] or ["Not measured at this step."]
+    measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
+    lines += [_quality(measurement) for measurement in measured] or ["Not measured at this step."]
     lines += ["", "## How to load", "", "```python", loading, "```", ""]
     return "\n".join(lines)
 
@@ -68,14 +68,14 @@ def _condition(settings: ConditionSettings) -> str:
     return what if settings.kind == "none" else f"{what}; left out of {settings.drop:.0%} of the samples"
 
 
-def _kappa(run: RunSeries, step: int) -> str:
+def _kappa(run: Run, step: int) -> str:
     values = next((record.get("kappa") for record in reversed(run.train) if record["step"] <= step), None)
     return f"; kappa_i, outermost first: {', '.join(f'{value:.3g}' for value in values)}" if values else ""
 
 
-def _quality(record: Record) -> str:
-    drawn = f"{record['n']:,} images of seed {record.get('sample_seed', '?')}"
-    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps in {record.get('precision', 'fp32')}"
-    if "guidance" in record:
-        how += f", guidance {record['guidance']:g}"
-    return f"- {record['metric']} = {record['value']:.3f} ({drawn}, {how}, extractor {record['extractor']})"
+def _quality(measurement: Measurement) -> str:
+    metric, how = measurement.metric, measurement.metric.sampling
+    images = f"{metric.n:,} images of seed {'?' if measurement.seed is None else measurement.seed}"
+    sampled = f"{how.sampler or '?'} with {how.steps or '?'} steps in {how.precision}"
+    guided = f", guidance {how.guidance:g}" if how.guidance != 1 else ""
+    return f"- {metric.name} = {measurement.value:.3f} ({images}, {sampled}{guided}, extractor {metric.extractor})"

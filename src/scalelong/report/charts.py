@@ -11,8 +11,7 @@ import numpy as np
 
 from scalelong.report.compare import Comparison
 from scalelong.report.groups import Group
-from scalelong.report.quality import quality_series
-from scalelong.runs.reader import Column, RunSeries
+from scalelong.runs.reader import Column, Run
 from scalelong.scaling.base import constant_coefficients
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
@@ -78,7 +77,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
     for number, metric in enumerate(comparison.metrics if comparison.same_data else ()):
         for in_seconds in (False, True):
             series = [
-                _curve(i, group, lambda run, m=metric: quality_series(run, m), limit, in_seconds)  # type: ignore[misc]
+                _curve(i, group, lambda run, m=metric: run.quality(m), limit, in_seconds)  # type: ignore[misc]
                 for i, group in enumerate(comparison.groups)
             ]
             if sum(len(one["y"]) for one in series) < 2:
@@ -159,10 +158,10 @@ def _throughput_chart(comparison: Comparison, limit: int) -> Chart:
 def _curve(
     index: int,
     group: Group,
-    read: Callable[[RunSeries], Column],
+    read: Callable[[Run], Column],
     limit: int,
     in_seconds: bool = False,
-    raw: Callable[[RunSeries], Column] | None = None,
+    raw: Callable[[Run], Column] | None = None,
 ) -> Series:
     """One method's curve: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
     runs = [(run, *read(run)) for run in group.runs]
@@ -183,9 +182,7 @@ def _curve(
     return series
 
 
-def _mean_curve(
-    index: int, runs: Sequence[tuple[RunSeries, list[int], list[float]]], limit: int, in_seconds: bool
-) -> Series:
+def _mean_curve(index: int, runs: Sequence[tuple[Run, list[int], list[float]]], limit: int, in_seconds: bool) -> Series:
     """Mean and sd over runs at the steps of the first that all of them cover."""
     low, high = max(steps[0] for _, steps, _ in runs), min(steps[-1] for _, steps, _ in runs)
     grid = [step for step in runs[0][1] if low <= step <= high]

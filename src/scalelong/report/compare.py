@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from scalelong.report.groups import Group, baseline, group_runs
-from scalelong.report.quality import Metric, headings, metrics_of, protocols, quality_series
+from scalelong.report.groups import Group, baseline, group_runs, headings, metrics_of, protocols
 from scalelong.report.statistics import (
     Difference,
     Estimate,
@@ -19,7 +18,7 @@ from scalelong.report.statistics import (
     running_mean,
     unpaired_difference,
 )
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 
 MEASURES = {  # name -> how it is headed
     "final_loss": "final loss",
@@ -124,7 +123,7 @@ class Comparison:
         return baseline(self.groups)
 
     @property
-    def runs(self) -> list[RunSeries]:
+    def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
     def per_seed(self, group: Group, measure: str) -> list[float]:
@@ -135,7 +134,7 @@ class Comparison:
         """The measure over the seeds of a group."""
         return estimate(self.per_seed(group, measure))
 
-    def smoothed_loss(self, run: RunSeries, upto: int | None = None) -> tuple[list[int], list[float]]:
+    def smoothed_loss(self, run: Run, upto: int | None = None) -> tuple[list[int], list[float]]:
         """The running mean of the loss over the last `window` steps."""
         steps, losses = run.column("train", "loss", upto)
         return steps, running_mean(steps, losses, self.window)
@@ -181,7 +180,7 @@ class Comparison:
         measured = [group for group in self.groups if self.last_qualities(group, metric)]
         if not self.same_data or not measured:
             return None
-        curves = [[quality_series(run, metric) for run in group.runs] for group in measured]
+        curves = [[run.quality(metric) for run in group.runs] for group in measured]
         if target is None and all(len(steps) < 2 for curve in curves for steps, *_ in curve):
             return None  # measured once: when it was reached is not known
         goal = max(values[-1] for group in curves for _, values in group if values) if target is None else target
@@ -201,7 +200,7 @@ class Comparison:
 
     def quality_step(self, metric: Metric) -> int | None:
         """The last step at which every run that has this metric was evaluated; None if they share none."""
-        evaluated = [set(steps) for run in self.runs if (steps := quality_series(run, metric)[0])]
+        evaluated = [set(steps) for run in self.runs if (steps := run.quality(metric)[0])]
         return max(set.intersection(*evaluated), default=None) if evaluated else None
 
     def quality(self, group: Group, metric: Metric) -> Estimate:
@@ -211,16 +210,16 @@ class Comparison:
     def quality_per_seed(self, group: Group, metric: Metric) -> list[float]:
         """A metric of each run at the step where it is compared, nan where it was not measured or there is no such step."""
         step = self.quality_step(metric)
-        series = [dict(zip(*quality_series(run, metric), strict=True)) for run in group.runs]
+        series = [dict(zip(*run.quality(metric), strict=True)) for run in group.runs]
         return [math.nan if step is None else values.get(step, math.nan) for values in series]
 
     def last_qualities(self, group: Group, metric: Metric) -> list[tuple[int, float]]:
         """Step and value of the last evaluation of each run that has this metric."""
-        series = [quality_series(run, metric) for run in group.runs]
+        series = [run.quality(metric) for run in group.runs]
         return [(steps[-1], values[-1]) for steps, values in series if steps]
 
 
-def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
+def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group the runs and fix what they are compared over."""
     if not runs:
         raise ValueError("runs: none given; name the folders that training wrote")
@@ -238,7 +237,7 @@ def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
     )
 
 
-def _same_data(run: RunSeries, other: RunSeries) -> bool:
+def _same_data(run: Run, other: Run) -> bool:
     """By the fingerprints where both recorded one, else by what the data are called."""
     if run.data and other.data:
         return run.data == other.data
@@ -250,7 +249,7 @@ def _difference(group: Group, other: Group, a: list[float], b: list[float]) -> D
     return paired_difference(a, b) if group.seeds == other.seeds else unpaired_difference(a, b)
 
 
-def _measured(run: RunSeries, measure: str, upto: int) -> float:
+def _measured(run: Run, measure: str, upto: int) -> float:
     match measure:
         case "final_loss":
             return run.final_loss(upto)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from scalelong.report.numbers import shortened
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, dotted
 
 SEED = "training.seed"
@@ -18,7 +19,7 @@ class Group:
     """A method: the runs of one configuration, one per seed."""
 
     label: str
-    runs: tuple[RunSeries, ...]
+    runs: tuple[Run, ...]
 
     @property
     def seeds(self) -> list[int]:
@@ -45,9 +46,9 @@ def settings_in_use(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in dotted(config).items() if not key.startswith("scaling.") or key in taken}
 
 
-def group_runs(runs: Iterable[RunSeries]) -> list[Group]:
+def group_runs(runs: Iterable[Run]) -> list[Group]:
     """The runs by configuration, the untouched network (none) first, with labels that tell them apart."""
-    together: dict[frozenset[tuple[str, Any]], list[RunSeries]] = {}
+    together: dict[frozenset[tuple[str, Any]], list[Run]] = {}
     for run in runs:
         settings = settings_in_use(run.config)
         key = frozenset((k, v) for k, v in settings.items() if k != SEED and k not in MAY_CHANGE)
@@ -73,7 +74,7 @@ def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _labels(representatives: Sequence[RunSeries]) -> list[str]:
+def _labels(representatives: Sequence[Run]) -> list[str]:
     """The method's name, with the settings that set apart those of equal name."""
     labels = [run.label for run in representatives]
     result = []
@@ -91,7 +92,7 @@ def _labels(representatives: Sequence[RunSeries]) -> list[str]:
     return result
 
 
-def _by_data(runs: list[RunSeries]) -> list[list[RunSeries]]:
+def _by_data(runs: list[Run]) -> list[list[Run]]:
     """The runs by fingerprint where they recorded several, else all together."""
     if len({run.data for run in runs if run.data}) < 2:
         return [runs]
@@ -100,3 +101,54 @@ def _by_data(runs: list[RunSeries]) -> list[list[RunSeries]]:
 
 def _short(key: str, value: Any) -> str:
     return f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+# --------------------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics_of(runs: Iterable[Run]) -> list[Metric]:
+    """Every metric that some run recorded, the one of most images first."""
+    found = {measurement.metric for run in runs for measurement in run.evaluations}
+    return sorted(found, key=lambda metric: (-metric.n, metric.name, astuple(metric)))
+
+
+def protocols(metrics: Sequence[Metric]) -> dict[Metric, str]:
+    """How each was measured, for example: 10,000 images, dpm++2m 50 steps, inception.
+
+    Reference, clipping and guidance interval are named only where nothing else tells two metrics apart.
+    """
+    short = shortened(metric.reference for metric in metrics)
+    details: list[tuple[Any, Callable[[Metric], str]]] = [
+        (lambda m: m.reference, lambda m: f"reference {short[m.reference] or 'not recorded'}"),
+        (lambda m: m.sampling.clip, lambda m: "clipped" if m.sampling.clip else "not clipped"),
+        (
+            lambda m: m.sampling.guidance_interval,
+            lambda m: "guided in {:g} to {:g}".format(*m.sampling.guidance_interval),
+        ),
+    ]
+    result = {}
+    for metric in metrics:
+        alike = [other for other in metrics if (other.name, _protocol(other)) == (metric.name, _protocol(metric))]
+        told = [text(metric) for value, text in details if len({value(other) for other in alike}) > 1]
+        result[metric] = ", ".join([_protocol(metric), *told])
+    return result
+
+
+def headings(metrics: Sequence[Metric]) -> dict[Metric, str]:
+    """The name and number of images of each, or its whole protocol where others would be called the same."""
+    short = {metric: f"{metric.name} of {metric.n:,} images" for metric in metrics}
+    called, protocol = Counter(short.values()), protocols(metrics)
+    return {m: name if called[name] == 1 else f"{m.name} ({protocol[m]})" for m, name in short.items()}
+
+
+def _protocol(metric: Metric) -> str:
+    how = metric.sampling
+    parts = [
+        f"{metric.n:,} images",
+        f"{how.sampler} {how.steps} steps" if how.sampler and how.steps else how.sampler,
+        f"guidance {how.guidance:g}" if how.guidance != 1 else "",
+        how.precision if how.precision != "fp32" else "",
+        {"ema": "", "model": "weights as trained"}.get(metric.weights, f"weights {metric.weights}"),
+        "" if metric.extractor in metric.name else metric.extractor,
+    ]
+    return ", ".join(part for part in parts if part)

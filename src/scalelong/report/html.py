@@ -21,7 +21,7 @@ from scalelong.report.notes import notes
 from scalelong.report.numbers import count, duration, joined, number
 from scalelong.report.samples import make_films
 from scalelong.report.tables import arrivals_table, measures_table, pairs_table, race_names
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 from scalelong.runs.settings import MAY_CHANGE
 
 COLOURS = 8  # --c0 (the untouched network) to --c7 in report.css
@@ -38,9 +38,7 @@ class Targets:
 WORST = Targets()
 
 
-def write_report(
-    runs: Sequence[RunSeries], path: str | Path, refused: Sequence[str] = (), targets: Targets = WORST
-) -> Path:
+def write_report(runs: Sequence[Run], path: str | Path, refused: Sequence[str] = (), targets: Targets = WORST) -> Path:
     """Write the report of these runs; the file appears whole or not at all."""
     path = Path(path)
     if path.is_dir():
@@ -159,7 +157,7 @@ def _configuration(groups: Sequence[Group]) -> list[list[str]]:
     return [head, *([key, *map(_shown, values)] for key, values in shown.items())] if shown else []
 
 
-def _run_facts(group: Group, run: RunSeries) -> dict[str, Any]:
+def _run_facts(group: Group, run: Run) -> dict[str, Any]:
     return {
         "label": group.label,
         "seed": run.seed,

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from scalelong.report.compare import Comparison
 from scalelong.report.numbers import count, joined, shortened
-from scalelong.report.quality import Metric
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 
 
 def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
@@ -42,7 +41,7 @@ def comparability(comparison: Comparison) -> list[str]:
     return told
 
 
-def _about_run(run: RunSeries) -> list[str]:
+def _about_run(run: Run) -> list[str]:
     told = []
     if run.damaged_lines:
         lines = "1 damaged line" if run.damaged_lines == 1 else f"{run.damaged_lines} damaged lines"
@@ -110,7 +109,7 @@ def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
     return told
 
 
-def _start_up_share(run: RunSeries) -> float:
+def _start_up_share(run: Run) -> float:
     """How much of the run's time its first record took beyond what its steps take later."""
     steps, seconds = run.column("train", "seconds")
     if len(steps) < 3 or seconds[-1] <= 0:
@@ -119,13 +118,13 @@ def _start_up_share(run: RunSeries) -> float:
     return (seconds[0] - steps[0] * later) / seconds[-1]
 
 
-def _overlapping(runs: Sequence[RunSeries]) -> bool:
+def _overlapping(runs: Sequence[Run]) -> bool:
     """Whether two runs were training at the same moment, by the times they wrote down."""
     spans = sorted(span for run in runs for span in _spans(run))
     return any(before[1] > after[0] + 1 for before, after in pairwise(spans))
 
 
-def _spans(run: RunSeries) -> list[tuple[float, float]]:
+def _spans(run: Run) -> list[tuple[float, float]]:
     """When the run was training, in seconds since the epoch: one span per start."""
     starts = [record for record in run.start if isinstance(record.get("time"), str)]
     bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
@@ -139,7 +138,7 @@ def _spans(run: RunSeries) -> list[tuple[float, float]]:
     return spans
 
 
-def _data_names(runs: Sequence[RunSeries]) -> list[str]:
+def _data_names(runs: Sequence[Run]) -> list[str]:
     """What the data are called, with fingerprints where different data are called the same."""
     prints: dict[str, set[str]] = {}
     for run in runs:
@@ -152,12 +151,12 @@ def _data_names(runs: Sequence[RunSeries]) -> list[str]:
     )
 
 
-def _data_name(run: RunSeries) -> str:
+def _data_name(run: Run) -> str:
     data = run.config.data
     size = f" at {data.image_size} px" if data.image_size else ""
     return f"{data.name}{size}" + (f" ({data.split})" if data.split != "train" else "")
 
 
-def _objective_name(run: RunSeries) -> str:
+def _objective_name(run: Run) -> str:
     diffusion = run.config.diffusion
     return f"{diffusion.process}, predicting {diffusion.prediction or 'the default'}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1")
 
 
-def plot_comparison(runs: Sequence[RunSeries], path: Path) -> None:
+def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     """Loss, the middle block's norm, gradient norm and coefficients of each run."""
     figure, ((loss, feature), (gradient, kappa)) = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     for run, colour in zip(runs, _colours(len(runs)), strict=True):
@@ -35,7 +35,7 @@ def plot_comparison(runs: Sequence[RunSeries], path: Path) -> None:
     plt.close(figure)
 
 
-def stack_grids(runs: Sequence[RunSeries], path: Path) -> None:
+def stack_grids(runs: Sequence[Run], path: Path) -> None:
     """The newest sample grid of each run beside each other, with its name above."""
     grids = [(run.label, Image.open(sorted((run.folder / "samples").glob("*.png"))[-1])) for run in runs]
     band, gap = 34, 16

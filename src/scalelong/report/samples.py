@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from scalelong.report.groups import Group
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Film:
     """The grids of one method over training: those of its first seed that drew any."""
 
     group: Group
-    run: RunSeries
+    run: Run
     frames: list[Frame]
 
     def at(self, step: int) -> int:
@@ -56,7 +56,7 @@ def make_films(groups: Sequence[Group], budget: int = BYTES_IN_ALL) -> list[Film
     return []
 
 
-def _frames(run: RunSeries, count: int, width: int) -> list[Frame]:
+def _frames(run: Run, count: int, width: int) -> list[Frame]:
     grids = run.sample_grids()
     kept = sorted({round(i * (len(grids) - 1) / max(count - 1, 1)) for i in range(count)}) if count > 1 else [-1]
     frames = []

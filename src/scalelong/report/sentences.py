@@ -9,8 +9,7 @@ from itertools import pairwise
 from scalelong.report.compare import Arrivals, Comparison, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
-from scalelong.report.quality import Metric
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 
 SAME = 0.01  # changes below one part in a hundred are called none
 
@@ -189,7 +188,7 @@ def target_words(race: Race) -> str:
     return " ".join(parts)
 
 
-def films_words(films: Sequence[tuple[Group, RunSeries]]) -> str:
+def films_words(films: Sequence[tuple[Group, Run]]) -> str:
     """What the grids show."""
     same = len({run.seed for _, run in films}) == 1
     noise = "the same noise for every method" if same and len(films) > 1 else "the noise of each run's own seed"

@@ -11,8 +11,8 @@ from pathlib import Path
 from scalelong.report.compare import MEASURES, Arrivals, Comparison, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNKNOWN, UNRESOLVED, at_steps, count, duration, duration_with_sd, times, with_sd
-from scalelong.report.quality import Metric
 from scalelong.report.statistics import Estimate
+from scalelong.runs.reader import Metric
 
 Rows = list[list[str]]  # the first row is the head
 

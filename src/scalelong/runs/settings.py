@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import tyro
+import yaml
+
+from scalelong.errors import did_you_mean
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
+SamplingPrecision = Literal["fp32", "bf16", "fp16"]
 OnNonFinite = Literal["raise", "skip", "rewind"]
 ConditionKind = Literal["none", "class", "text"]
 
@@ -138,14 +147,21 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How grids are drawn during training, and the default of `scalelong sample`."""
+    """How images are sampled: the grids of a training run, and the defaults of `scalelong sample` and `evaluate`.
 
-    sampler: str = ""  # default: the process's own
+    >>> SamplingSettings("ddim", steps=25, guidance=2.0).precision
+    'fp32'
+    """
+
+    sampler: str = ""  # ddpm, ddim, dpm++2m, dpm++3m, heun, euler_maruyama; default: the process's own
     steps: int = 0  # 0: the sampler's own
-    count: int = 64  # images in a grid
-    clip: bool = True  # clamp each guess at the image to [-1, 1]
-    guidance: float = 1.0  # classifier-free guidance; 1: none
+    count: int = 64  # number of images
+    clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
+    guidance: float = 1.0  # scale of classifier-free guidance; 1: none
     guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
+    precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
+    batch_size: int = 500
+    compile: bool = False  # compile the denoiser; pays off from some thousand images on
 
 
 @dataclass(frozen=True)
@@ -194,6 +210,9 @@ MAY_CHANGE = frozenset(
         "training.keep",
         "training.sample_every",
         "training.wandb_project",
+        "sampling.precision",
+        "sampling.batch_size",
+        "sampling.compile",
         "data.workers",
         "data.root",
     }
@@ -213,3 +232,81 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ, as key -> (old, new)."""
     before, after = dotted(old), dotted(new)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+# ------------------------------------------------------------------------------------------------------------------ YAML
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All settings as YAML; `from_yaml` reads them back.
+
+    >>> print(to_yaml(RunConfig()))
+    data:
+      name: digits
+    ...
+    """
+    plain = {
+        part: {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+        for part, settings in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
+    """Read the settings of a YAML file; those it does not name are `base`'s. Errors name the key.
+
+    >>> _ = Path("mine.yaml").write_text("training: {steps: 10}")
+    >>> from_yaml("mine.yaml").training.steps
+    10
+    """
+    try:
+        content = yaml.load(Path(path).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: is not YAML: {error}") from None
+    return _merged(base or RunConfig(), content or {}, str(path))
+
+
+def _merged(base: RunConfig, changes: Any, where: str) -> RunConfig:
+    """`base` with nested changes such as {"training": {"steps": 10}}; tyro converts the values, as on the command line."""
+    known, values = dotted(base), {}
+    parts = [part.name for part in dataclasses.fields(base)]
+    for part, settings in _mapping(changes, where).items():
+        if part not in parts:
+            raise ValueError(f"{where}: unknown key {part!r}; {did_you_mean(part, parts)}remove it or correct its name")
+        for name, value in _mapping(settings, f"{where}: {part}").items():
+            key = f"{part}.{name}"
+            if key not in known:
+                raise ValueError(
+                    f"{where}: unknown key {key!r}; {did_you_mean(key, known)}remove it or correct its name"
+                )
+            values[key] = value
+    if (config := _parsed(base, values)) is not None:
+        return config
+    key, value = next((key, value) for key, value in values.items() if _parsed(base, {key: value}) is None)
+    part, _, name = key.partition(".")
+    hint = typing.get_type_hints(type(getattr(base, part)))[name]
+    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    if typing.get_origin(hint) is Literal:
+        expected = f"one of {', '.join(typing.get_args(hint))}"
+    raise ValueError(f"{where}: {key}: must be {expected}, got {value!r}")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: must hold keys and values, got {value!r}")
+    return value
+
+
+def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
+    """`base` with the values of these dotted keys; None if one cannot be converted."""
+    arguments, known = [], dotted(base)
+    for key, value in values.items():
+        if isinstance(known[key], str) and not isinstance(value, str):
+            return None  # as text, null and numbers would pass for names
+        arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
+    try:
+        return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
+    except SystemExit:
+        return None

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scalelong.data.cache import file_digest
+from scalelong.runs import MANIFEST, step_name
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 
 
@@ -42,7 +42,7 @@ class Checkpoint:
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
     """Write checkpoints/step-N and drop all but the newest `keep`."""
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{step:08d}"
+    final = folder / step_name(step)
     staged = folder / f".staged-{final.name}"
     for left in folder.glob(".*-step-*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
+from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
@@ -35,7 +36,7 @@ from scalelong.training.draw import draw_grid
 from scalelong.training.ema import Ema
 from scalelong.training.nonfinite import Guard, describe
 from scalelong.training.record import Window, environment
-from scalelong.training.run import CHECKPOINTS, SAMPLES, check_never_saved, claim_folder
+from scalelong.training.run import check_never_saved, claim_folder
 from scalelong.training.signals import StopSignals
 from scalelong.training.step import Pending, Stepper, StepResult, index_batches, learning_rate
 
@@ -230,7 +231,7 @@ class Trainer:
 
     def _draw_samples(self) -> None:
         images = draw_grid(self.config, self.objective, self.ema.model, self.source.shape, self.condition)
-        save_grid(self.to_pixels(images), self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        save_grid(self.to_pixels(images), self.folder / SAMPLES / f"{step_name(self.step)}.png")
 
     # ------------------------------------------------------------------------------------------------ saving, resuming
 

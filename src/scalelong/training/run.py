@@ -17,18 +17,13 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data.base import Shape
 from scalelong.data.images import to_uint8
 from scalelong.diffusion import Objective
-from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
-from scalelong.runs.settings import MAY_CHANGE, Conditioning, RunConfig, differences
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS
+from scalelong.runs.events import CHECKPOINT_KIND, read_events
+from scalelong.runs.settings import MAY_CHANGE, Conditioning, RunConfig, differences, from_yaml, to_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
 from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
-
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
-SAMPLES = "samples"
-LOCK = ".lock"
 
 
 def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:
