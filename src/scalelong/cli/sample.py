@@ -22,6 +22,7 @@ from scalelong.cli.arguments import RunFolder
 from scalelong.data.grid import save_grid
 from scalelong.evaluation import generate
 from scalelong.evaluation.run import condition_of, source_of
+from scalelong.runs import SAMPLES
 from scalelong.training import TrainedRun, load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
 from scalelong.training.run import pixels_of
@@ -76,7 +77,7 @@ def main(arguments: list[str]) -> None:
         guidance=condition.guidance(guidance, interval),
         to_pixels=pixels_of(run, torch.device(command.device)),
     )
-    out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
+    out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
     np.savez_compressed(
