@@ -24,7 +24,7 @@ from probe_loss import fixed_loss
 
 import scalelong
 from scalelong.data import load_source
-from scalelong.report.statistics import running_mean
+from scalelong.report.numbers import running_mean
 from scalelong.runs.reader import Run
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model

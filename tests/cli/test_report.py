@@ -20,8 +20,8 @@ def test_several_folders_are_reported_where_asked(tmp_path: Path, capsys: pytest
     runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     bad = tmp_path / "c"
     assert main(["report", *runs, str(bad), "--out", str(tmp_path / "r.html")]) == 0
-    assert "c: is no run" in capsys.readouterr().err
-    assert "c: is no run" in (tmp_path / "r.html").read_text()
+    assert "c: is not a run folder" in capsys.readouterr().err
+    assert "c: is not a run folder" in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"]])

@@ -1,4 +1,4 @@
-"""What runs wrote, compared and shown: tables, sentences, pictures and one HTML page."""
+"""Runs compared and shown: tables, sentences, charts and one HTML page. Reads run folders; no torch."""
 
 from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.html import write_report

@@ -1,9 +1,10 @@
-"""A model card: what a model was trained on, how, and how it was measured, from what the run wrote."""
+"""Model cards: what a model was trained on, how, and how good it is, from the records of its run."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from scalelong.runs import CONFIG
 from scalelong.runs.reader import Measurement, Run
 from scalelong.runs.settings import Conditioning, ConditionSettings
 
@@ -11,17 +12,17 @@ from scalelong.runs.settings import Conditioning, ConditionSettings
 def model_card(
     run: Run, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
 ) -> str:
-    """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
+    """Markdown for the weights of this step, for images of this (channels, height, width)."""
     if sizes is None or sizes == Conditioning():
         return _card(run, step, weights, _LOADING.format(more="", arguments=shape))
-    told = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
-    given = ", ".join(f"{key}={value}" for key, value in told.items() if value and isinstance(value, int))
+    known = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
+    given = ", ".join(f"{key}={value}" for key, value in known.items() if value and isinstance(value, int))
     more = "\nfrom scalelong.runs.settings import Conditioning"
     return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 
 def pipeline_card(run: Run, step: int, weights: str) -> str:
-    """Markdown to lie in a folder that diffusers loads."""
+    """Markdown for a folder that diffusers loads."""
     return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
 
 
@@ -29,6 +30,7 @@ def _card(run: Run, step: int, weights: str, loading: str) -> str:
     config = run.config
     scaling = ", ".join(f"{key} = {value}" for key, value in config.scaling.options().items() if key != "allow_amplify")
     prediction = config.diffusion.prediction or "the process's default target"
+    measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
     lines = [
         f"# {config.model.backbone} trained on {config.data.name}",
         "",
@@ -39,21 +41,18 @@ def _card(run: Run, step: int, weights: str, loading: str) -> str:
         f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
         f"- **Weights**: {'averaged (EMA)' if weights == 'ema' else 'as trained'}",
         f"- **Trained on**: {run.start[-1].get('device', 'unknown') if run.start else 'unknown'}",
-        "",
-        "## Quality",
-        "",
+        *("", "## Quality", ""),
+        *(map(_quality, measured) if measured else ["Not measured at this step."]),
+        *("", "## How to load", "", "```python", loading, "```", ""),
     ]
-    measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
-    lines += [_quality(measurement) for measurement in measured] or ["Not measured at this step."]
-    lines += ["", "## How to load", "", "```python", loading, "```", ""]
     return "\n".join(lines)
 
 
-_LOADING = """import scalelong
+_LOADING = f"""import scalelong
 from scalelong.training import from_yaml
-from scalelong.training.build import build_model{more}
+from scalelong.training.build import build_model{{more}}
 
-model = build_model(from_yaml("config.yaml"), {arguments})
+model = build_model(from_yaml("{CONFIG}"), {{arguments}})
 scalelong.load(model, ".")"""
 
 
