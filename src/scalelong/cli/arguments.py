@@ -1,4 +1,4 @@
-"""What stands on a command line without a flag, by the name that --help shows."""
+"""Positional arguments, with the names that --help shows."""
 
 from __future__ import annotations
 
