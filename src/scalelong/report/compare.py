@@ -235,11 +235,10 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group runs by configuration and find out what can be compared.
 
     >>> from pathlib import Path
-    >>> from scalelong.runs.events import append_event
     >>> from scalelong.runs.reader import read_run
     >>> from scalelong.runs.settings import RunConfig, to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
-    >>> append_event(Path("."), 10, "train", {"loss": 0.5, "seconds": 2.0})
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> comparison = compare_runs([read_run(".")])
     >>> comparison.measure(comparison.baseline, "final_loss").mean
     0.5

@@ -46,11 +46,10 @@ def write_report(
 ) -> Path:
     """Write the report of these runs; `loss` and `metric_value` are targets of the races.
 
-    >>> from scalelong.runs.events import append_event
     >>> from scalelong.runs.reader import read_run
     >>> from scalelong.runs.settings import RunConfig, to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
-    >>> append_event(Path("."), 10, "train", {"loss": 0.5, "seconds": 2.0})
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> print(write_report([read_run(".")], "report.html"))
     report.html
     """

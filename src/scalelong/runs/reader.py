@@ -70,10 +70,9 @@ class Measurement:
 class Run:
     """A run's settings and its records by kind. What was not recorded is nan, or an empty series.
 
-    >>> from scalelong.runs.events import append_event
     >>> from scalelong.runs.settings import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
-    >>> append_event(Path("."), 10, "train", {"loss": 0.5, "seconds": 2.0})
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> run = read_run(".")
     >>> run.final_loss(), run.seconds_at([5])
     (0.5, [1.0])

@@ -27,14 +27,14 @@ ConditionKind = Literal["none", "class", "text"]
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is learnt from."""
+    """The training data."""
 
     name: str = "digits"  # digits, emoji32, cifar10, folder:PATH, latents:PATH, ...: see `scalelong data list`
     image_size: int | None = None  # crop and resize to this; default: the data's own size
     split: str = "train"
-    flip: bool = True  # mirror half of the images
+    flip: bool = True  # mirror images at random
     workers: int = 2  # reading processes, for sets that do not fit on the device
-    resident_mb: int = 2048  # sets up to this size live on the device as uint8
+    resident_mb: int = 2048  # data up to this size is kept on the device as uint8
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
 
@@ -56,18 +56,18 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ScalingSettings:
-    """How the long skips are scaled; options that the method does not have are left alone."""
+    """How the long skips are scaled; options of other methods are ignored."""
 
     method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls, mp_cat, layernorm, rezero, stable_tau
     kappa: float = 0.7  # universal, cs, cs_reversed
-    allow_amplify: bool = False  # permit kappa > 1, as a control
+    allow_amplify: bool = False  # allow kappa > 1, as a control
     shared: bool = True  # ls
     reduction: int = 16  # ls
     module: str = "se"  # ls: se, ie, learnable
     activation: str = "relu"  # ls: relu, elu, mish
     axis: str = "auto"  # ls: tokens, channels
-    start: float | None = None  # ls: the value the gates open at, in (0, 1); default: 1/2
-    t: float = 0.5  # mp_cat: the skip's part
+    start: float | None = None  # ls: initial value of the gates, in (0, 1); default: 1/2
+    t: float = 0.5  # mp_cat: weight of the skip
     affine: bool = True  # layernorm: weights and biases per channel
     eps: float = 1e-6  # layernorm
     tau: float = 0.1  # stable_tau
@@ -98,17 +98,17 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """What the network is told beside the noisy image."""
+    """What the network is conditioned on."""
 
     kind: ConditionKind = "none"
-    drop: float = 0.1  # the share of samples trained without it, for guidance; 0: no null condition at all
+    drop: float = 0.1  # share of samples trained without it, for guidance; 0: no null condition
     encoder: str = ""  # text: minilm, a hub name or a folder of transformers
-    max_tokens: int = 77  # text: a caption is cut or padded to this many
+    max_tokens: int = 77  # text: captions are cut or padded to this many
 
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """How noise is added and what is predicted."""
+    """The noise process and the prediction target."""
 
     process: str = "vp"  # vp, ddpm, cosine, edm
     prediction: str = ""  # noise, x0, v; default: the process's own
@@ -116,7 +116,7 @@ class DiffusionSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant rate."""
+    """AdamW with a linear warm-up to a constant learning rate."""
 
     lr: float = 2e-4
     weight_decay: float = 0.03
@@ -127,7 +127,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long, how large, how exact, and what is written when."""
+    """Length, batch size, precision, and when records, checkpoints and samples are written."""
 
     steps: int = 500_000
     batch_size: int = 128  # over all ranks and accumulated micro-batches
@@ -138,11 +138,11 @@ class TrainingSettings:
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 5000
-    keep: int = 2  # newest checkpoints to keep
+    keep: int = 2  # number of checkpoints to keep
     sample_every: int = 5000  # 0: never
     on_nonfinite: OnNonFinite = "raise"
-    max_nonfinite: int = 10  # skip and rewind give up after this many
-    wandb_project: str | None = None  # also log to Weights & Biases, under this project
+    max_nonfinite: int = 10  # skip and rewind stop the run after this many
+    wandb_project: str | None = None  # also log to this project of Weights & Biases
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The sizes of a condition, known once the data and the encoder are; checkpoints remember them."""
+    """Sizes of the condition, from the data and the text encoder; stored in checkpoints."""
 
     num_classes: int = 0
-    null_class: bool = False  # one more class, which stands for "not told"
+    null_class: bool = False  # one more class, for no condition
     class_names: tuple[str, ...] = ()
     text_tokens: int = 0
     text_dim: int = 0
@@ -177,7 +177,7 @@ class Conditioning:
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> Conditioning:
-        """What a checkpoint remembers; those of before there were conditions remember nothing."""
+        """From the state of a checkpoint; older ones lack this field."""
         known = state or {}
         return cls(**{**known, "class_names": tuple(known.get("class_names", ()))})
 
@@ -189,7 +189,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """All settings of a run."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -201,7 +201,7 @@ class RunConfig:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-# What may differ when a run is continued: it changes how long a run is or what is written, not what is computed.
+# Settings that may differ when a run is resumed: they change its length or what is written, not what is computed.
 MAY_CHANGE = frozenset(
     {
         "training.steps",

@@ -33,13 +33,11 @@ class Sentence:
 def diagnose(folder: str | Path) -> list[Sentence]:
     """Describe the loss, oscillation, gradient spikes and skipped steps of a run, and what to try.
 
-    >>> from scalelong.runs.events import append_event
     >>> from scalelong.runs.settings import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
-    >>> for step, loss in ((10, 0.5), (20, 0.25)):
-    ...     append_event(Path("."), step, "train", {"loss": loss, "gradient_norm": 1.0, "gradient_norm_max": 1.5})
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> print(diagnose(".")[0].text)
-    The loss fell from 0.5 to 0.25 (means of the first and last fifth of 2 records).
+    The loss stayed at 0.5 (means of the first and last fifth of 1 record).
     """
     run = read_run(folder)
     found = [*_course(run), *_features(run), *_gradients(run), *_steps(run)]
@@ -53,7 +51,8 @@ def _course(run: Run) -> list[Sentence]:
     first, last = mean(losses[: max(1, int(len(losses) * FINAL_SHARE))]), run.final_loss()
     went = f"{'fell' if last < first else 'rose'} from {first:.4g} to {last:.4g}"
     went = f"stayed at {last:.4g}" if last == first else went
-    text = f"The loss {went} (means of the first and last fifth of {len(losses)} records)."
+    records = f"{len(losses)} record{'s' if len(losses) > 1 else ''}"
+    text = f"The loss {went} (means of the first and last fifth of {records})."
     change = last / first if first else math.copysign(math.inf, last) if last else 1.0
     found = [Sentence("course", text, change, last >= first and len(losses) > 1)]
     step, total = run.last_step, run.config.training.steps

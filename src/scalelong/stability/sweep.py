@@ -38,11 +38,11 @@ def sweep(
     configs = {}
     for name in methods:
         method, _, kappa = name.partition(":")
-        changes = {"method": method, "kappa": _kappa(name, kappa)} if kappa else {"method": method}
+        changes: dict[str, Any] = {"method": method} | ({"kappa": _kappa(name, kappa)} if kappa else {})
         for seed in seeds:
             training = dataclasses.replace(preset.training, seed=seed)
             training = training if steps is None else dataclasses.replace(training, steps=steps)
-            scaling = dataclasses.replace(preset.scaling, **changes)  # type: ignore[arg-type]
+            scaling = dataclasses.replace(preset.scaling, **changes)
             config = dataclasses.replace(preset, scaling=scaling, training=training)
             configs[f"{name.replace(':', '')}-seed{seed}"] = check_config(config)
     return configs
