@@ -159,12 +159,12 @@ def test_qualities_are_compared_at_the_last_step_that_all_share(tmp_path: Path) 
     comparison = compare(tmp_path)
     (metric,) = comparison.metrics
     assert comparison.quality_step(metric) == 20
-    assert [comparison.quality(group, metric).mean for group in comparison.groups[:2]] == [240.0, 230.0]
-    assert comparison.quality_difference(*comparison.groups[:2], metric).value == 10.0
+    assert [comparison.measure(group, metric).mean for group in comparison.groups[:2]] == [240.0, 230.0]
+    assert comparison.difference(*comparison.groups[:2], metric).value == 10.0
     write_run(tmp_path / "d", "universal", evaluations=[(30, 100.0)])
     comparison = compare(tmp_path)
     assert comparison.quality_step(metric) is None
-    assert [comparison.quality(group, metric).n for group in comparison.groups] == [0] * 4
+    assert [comparison.measure(group, metric).n for group in comparison.groups] == [0] * 4
     assert [comparison.last_qualities(group, metric) for group in comparison.groups] == [
         *([(40, 72.0)], [(20, 230.0)], [], [(30, 100.0)])
     ]

@@ -15,6 +15,7 @@ from scalelong.runs.reader import Column, Run
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
 Series = dict[str, Any]
+Read = Callable[[Run], Column]
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,13 @@ def _throughput_chart(comparison: Comparison, limit: int) -> Chart:
 
 
 def _curves(
-    comparison: Comparison,
-    read: Callable[[Run], Column],
-    limit: int,
-    in_seconds: bool = False,
-    raw: Callable[[Run], Column] | None = None,
+    comparison: Comparison, read: Read, limit: int, in_seconds: bool = False, raw: Read | None = None
 ) -> list[Series]:
     """A curve for each method: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
     return [_curve(i, group, read, limit, in_seconds, raw) for i, group in enumerate(comparison.groups)]
 
 
-def _curve(
-    index: int,
-    group: Group,
-    read: Callable[[Run], Column],
-    limit: int,
-    in_seconds: bool,
-    raw: Callable[[Run], Column] | None,
-) -> Series:
+def _curve(index: int, group: Group, read: Read, limit: int, in_seconds: bool, raw: Read | None) -> Series:
     runs = [(run, *read(run)) for run in group.runs]
     runs = [(run, steps, values) for run, steps, values in runs if steps]
     if not runs:

@@ -130,15 +130,19 @@ class Comparison:
     def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
-    def per_seed(self, group: Group, measure: str) -> list[float]:
-        """A measure of each run of a group."""
+    def per_seed(self, group: Group, measure: str | Metric) -> list[float]:
+        """A measure of each run of a group; a metric is taken at the step where it is compared."""
+        if isinstance(measure, Metric):
+            step = self.quality_step(measure)
+            series = [dict(zip(*run.quality(measure), strict=True)) for run in group.runs]
+            return [math.nan if step is None else values.get(step, math.nan) for values in series]
         if measure not in MEASURES:
             raise unknown_name("measure", measure, MEASURES)
         _, value = MEASURES[measure]
         return [value(run, self.horizon) for run in group.runs]
 
-    def measure(self, group: Group, measure: str) -> Estimate:
-        """A measure over the seeds of a group."""
+    def measure(self, group: Group, measure: str | Metric) -> Estimate:
+        """A measure or metric over the seeds of a group."""
         return estimate(self.per_seed(group, measure))
 
     def smoothed_loss(self, run: Run, upto: int | None = None) -> Column:
@@ -151,20 +155,18 @@ class Comparison:
         known = [group for group in self.groups if math.isfinite(self.measure(group, measure).mean)]
         return sorted(known, key=lambda group: self.measure(group, measure).mean)
 
-    def difference(self, group: Group, other: Group, measure: str) -> Difference:
+    def difference(self, group: Group, other: Group, measure: str | Metric) -> Difference:
         """group - other over seeds, paired where both have the same seeds; without an error for single seeds.
 
         The final losses of two single runs are compared over their last records.
         """
         if measure == "final_loss" and len(group.runs) == len(other.runs) == 1:
             (steps_a, a), (steps_b, b) = (g.runs[0].final_losses(self.horizon) for g in (group, other))
-            same_order = group.seeds == other.seeds and steps_a == steps_b
-            return paired_difference(a, b) if same_order else unpaired_difference(a, b)
-        return _difference(group, other, self.per_seed(group, measure), self.per_seed(other, measure))
-
-    def quality_difference(self, group: Group, other: Group, metric: Metric) -> Difference:
-        """group - other of a metric at the step where it is compared."""
-        return _difference(group, other, self.quality_per_seed(group, metric), self.quality_per_seed(other, metric))
+            paired = group.seeds == other.seeds and steps_a == steps_b
+        else:
+            a, b = self.per_seed(group, measure), self.per_seed(other, measure)
+            paired = group.seeds == other.seeds
+        return paired_difference(a, b) if paired else unpaired_difference(a, b)
 
     def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
         """The race to a loss and those to a value of each metric, as far as they compare."""
@@ -215,16 +217,6 @@ class Comparison:
         evaluated = [set(steps) for run in self.runs if (steps := run.quality(metric)[0])]
         return max(set.intersection(*evaluated), default=None) if evaluated else None
 
-    def quality(self, group: Group, metric: Metric) -> Estimate:
-        """A metric over the seeds of a group, at the step where it is compared."""
-        return estimate(self.quality_per_seed(group, metric))
-
-    def quality_per_seed(self, group: Group, metric: Metric) -> list[float]:
-        """A metric of each run at the step where it is compared; nan where there is none."""
-        step = self.quality_step(metric)
-        series = [dict(zip(*run.quality(metric), strict=True)) for run in group.runs]
-        return [math.nan if step is None else values.get(step, math.nan) for values in series]
-
     def last_qualities(self, group: Group, metric: Metric) -> list[tuple[int, float]]:
         """Step and value of the last evaluation of each run that has this metric."""
         series = [run.quality(metric) for run in group.runs]
@@ -265,10 +257,6 @@ def _same_data(run: Run, other: Run) -> bool:
         return run.data == other.data
     a, b = run.config.data, other.config.data
     return (a.name, a.split, a.image_size) == (b.name, b.split, b.image_size)
-
-
-def _difference(group: Group, other: Group, a: list[float], b: list[float]) -> Difference:
-    return paired_difference(a, b) if group.seeds == other.seeds else unpaired_difference(a, b)
 
 
 def _arrivals(group: Group, steps: Sequence[int | None], evaluated: Sequence[Sequence[int]] = ()) -> Arrivals:

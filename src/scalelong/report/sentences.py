@@ -127,8 +127,8 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
     step = comparison.quality_step(metric)
     if step is None:
         return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, which do not compare"
-    new, old = (comparison.quality(g, metric) for g in both)
-    unclear = comparison.quality_difference(group, comparison.baseline, metric).within_noise
+    new, old = (comparison.measure(g, metric) for g in both)
+    unclear = comparison.difference(group, comparison.baseline, metric).within_noise
     change = percent(new.mean, old.mean) + (", within the spread of the seeds" if unclear else "")
     return f"{name} {with_sd(new)} against {with_sd(old)} ({change}) at step {count(step)}"
 
@@ -147,7 +147,7 @@ def qualities(comparison: Comparison) -> list[str]:
             parts = [f"{at_steps(values)} for {label}" for values, label in last if values]
             found.append(f"{name}, at steps that differ and so not compared: {'; '.join(parts)}.")
             continue
-        values = [(comparison.quality(group, metric), group.label) for group in comparison.groups]
+        values = [(comparison.measure(group, metric), group.label) for group in comparison.groups]
         known = sorted((value.mean, f"{with_sd(value)} for {label}") for value, label in values if value.n)
         found.append(f"{name} at step {count(step)}, lower is better: {joined([text for _, text in known])}.")
     return found

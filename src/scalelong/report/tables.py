@@ -96,7 +96,7 @@ def _quality(comparison: Comparison, group: Group, metric: Metric) -> str:
     """At the step that all share; if there is none, every last value with its step."""
     if comparison.quality_step(metric) is None:
         return at_steps(comparison.last_qualities(group, metric))
-    return with_sd(comparison.quality(group, metric))
+    return with_sd(comparison.measure(group, metric))
 
 
 def _cell(measure: str, value: Estimate) -> str:
@@ -135,7 +135,7 @@ def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path
         values = [comparison.measure(group, name) for name in MEASURES]
         cells = [_exact(cell) for value in values for cell in (value.mean, value.sd)]
         for metric in metrics:
-            quality, step = comparison.quality(group, metric), comparison.quality_step(metric)
+            quality, step = comparison.measure(group, metric), comparison.quality_step(metric)
             cells += [_exact(quality.mean), _exact(quality.sd), "" if step is None or not quality.n else step]
         rows.append([group.label, len(group.runs), *cells])
     _write(path, rows)
