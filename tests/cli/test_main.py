@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import scalelong
 from scalelong.cli.main import VERBS, main
 from scalelong.runs.settings import differences
 from scalelong.training import from_yaml, load_run, to_yaml
@@ -45,7 +46,9 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     listed = capsys.readouterr().out
     assert all(verb in listed for verb in VERBS)
     assert main(["trian"]) == 2
-    assert "unknown verb 'trian'" in capsys.readouterr().err
+    assert "verb: unknown 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"scalelong {scalelong.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,7 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     [
         (["train"], "preset: name the one to train, one of digits-demo"),
         (["train", "digit-demo"], "did you mean 'digits-demo'?"),
-        (["train", "x"], "preset: unknown 'x'. Known: digits-demo"),
+        (["train", "x"], "preset: unknown 'x'; choose one of digits-demo"),
         (["train", "digits-demo", "--config", "nope.yaml"], "config: nope.yaml cannot be read (No such file"),
         (["train", "digits-demo", "--scaling.kappa", "1.7", "--dry-run"], "scaling.kappa: must be in (0, 1], got 1.7"),
         (["train", "digits-demo", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from scalelong.runs.reader import read_config
 from scalelong.runs.settings import SamplingSettings
 
 RunFolder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
@@ -28,10 +29,8 @@ def parse_over_run(command: type[Any], arguments: list[str], num_samples: int | 
     """Parse flags whose defaults for sampling are the settings of the run that they name."""
     if {"-h", "--help"} & set(arguments):
         return tyro.cli(command, args=arguments, **options)
-    from scalelong.training.run import run_config  # imports torch, which --help does without
-
     first = tyro.cli(command, args=arguments, **options)
-    own = run_config(first.run).sampling
+    own = read_config(first.run).sampling
     values = dataclasses.asdict(own) | {"count": num_samples or own.count}
     if first.sampling.sampler not in ("", own.sampler):
         values["steps"] = 0  # the run's number of steps is for the run's sampler

@@ -19,6 +19,7 @@ from scalelong.cli.arguments import RunFolder
 from scalelong.pipelines import export_pipeline
 from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
+from scalelong.runs import CONFIG
 from scalelong.training import TrainedRun, load_run
 
 
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> None:
         return
     card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, command.out or run.folder / "export")
-    shutil.copy(run.folder / "config.yaml", out / "config.yaml")
+    shutil.copy(run.folder / CONFIG, out / CONFIG)
     (out / "README.md").write_text(card)
     print(f"step {run.step} ({command.weights}): {out}")
 

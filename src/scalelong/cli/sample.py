@@ -23,6 +23,7 @@ from scalelong.backbones import as_network
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.grid import save_grid
 from scalelong.evaluation import load_condition, load_training_data
+from scalelong.runs import SAMPLES
 from scalelong.training import TrainedRun, load_run, sample_images
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
 from scalelong.training.run import load_pixels
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> None:
         to_pixels=load_pixels(run, torch.device(command.device)),
         device=command.device,
     )
-    out = Path(command.out or run.folder / "samples" / f"seed{command.seed}")
+    out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
     arrays: dict[str, Any] = {"images": images.permute(0, 2, 3, 1).numpy()}

@@ -20,7 +20,7 @@ from scalelong.backbones.autoencoder import small_autoencoder
 from scalelong.data import Source, make_loader, to_uint8
 from scalelong.data.grid import save_grid
 from scalelong.random import normal
-from scalelong.runs.events import METRICS
+from scalelong.runs import METRICS
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"

@@ -21,16 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scalelong.files import atomic_folder, file_digest, write_text
-from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name
+from scalelong.runs.events import CHECKPOINT_KIND, read_events
+from scalelong.runs.reader import checkpoints, is_run
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
-LOCK = ".lock"
-MANIFEST = "manifest.json"
 STATE = "state.json"
 
 
@@ -50,7 +47,7 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) 
     """Write folder/step-N and remove all but the newest `keep`."""
     for left in folder.glob(".*step-*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    home = folder / f"step-{step:08d}"
+    home = folder / step_name(step)
     with atomic_folder(home) as files:
         for name, tensors in checkpoint.tensors.items():
             stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
@@ -124,7 +121,7 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[s
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; choose a folder")
-    if (folder / CONFIG).is_file():
+    if is_run(folder):
         _check_same_settings(folder, config)
     elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
@@ -141,8 +138,7 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[s
             f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
         )
     lock = _lock_folder(folder)
-    reached = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / CHECKPOINTS)]
-    if config.training.steps >= max(reached, default=0):  # a complete run keeps its config
+    if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
         write_text(folder / CONFIG, to_yaml(config))
     return lock
 
@@ -170,7 +166,7 @@ def _lock_folder(folder: Path) -> IO[str]:
 
 
 def _check_same_settings(folder: Path, config: RunConfig) -> None:
-    if not (folder / METRICS).is_file() and not list_checkpoints(folder / CHECKPOINTS):
+    if not (folder / METRICS).is_file() and not checkpoints(folder):
         return  # the run never started
     changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
     if changed:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.data.base import Shape
-from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.runs import CONFIG
+from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings, from_yaml, to_yaml
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError
 
 DESCRIPTION = "scalelong_run.json"
-CONFIG = "config.yaml"
 DENOISER = "unet"
 AUTOENCODER = "vae"
 UVIT_PREFIX = "uvit."

@@ -27,12 +27,12 @@ from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
 from scalelong.data.order import caption_rows
 from scalelong.diffusion import draw_time_and_noise
+from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_pixels, check_config
 from scalelong.training.checkpoint import (
-    CHECKPOINTS,
     Checkpoint,
     CheckpointError,
     check_never_saved,
@@ -48,8 +48,6 @@ from scalelong.training.run import sample_images
 from scalelong.training.step import EMA, Pending, Stepper, Window, index_batches, learning_rate
 
 logger = logging.getLogger(__name__)
-
-SAMPLES = "samples"
 
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
 Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
@@ -237,7 +235,7 @@ class Trainer:
             device=self.device,
             progress=False,
         )
-        save_grid(images, self.folder / SAMPLES / f"step-{self.step:08d}.png")
+        save_grid(images, self.folder / SAMPLES / f"{step_name(self.step)}.png")
 
     def probe_inputs(self, size: int = 32) -> dict[str, Tensor]:
         """A fixed batch as keyword arguments of the model: the first images of the data with their conditions."""

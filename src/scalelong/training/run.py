@@ -22,11 +22,11 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import to_uint8
 from scalelong.data.base import Shape
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
+from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
-from scalelong.runs.yaml_file import from_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
-from scalelong.training.checkpoint import CHECKPOINTS, CONFIG, CheckpointError, list_checkpoints, load_checkpoint
+from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
 
@@ -46,14 +46,6 @@ class TrainedRun:
     weights: str = "ema"  # averaged, or "model": as trained
 
 
-def run_config(folder: str | Path) -> RunConfig:
-    """The settings of a run or of an export of one."""
-    path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder}: is not a run folder (no {CONFIG}); give the folder of scalelong train")
-    return from_yaml(path)
-
-
 def load_run(
     folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
 ) -> TrainedRun:
@@ -68,10 +60,10 @@ def load_run(
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
     if is_exported(folder):
         return _load_exported(folder, weights, step, device)
-    config = run_config(folder)
+    config = read_config(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
-    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder / CHECKPOINTS)}
+    found = checkpoints(folder)
     if not found and (folder / SCALING_NAME).is_file():
         raise CheckpointError(
             f"{folder}: holds weights for scalelong.load and is not a run folder; give the run itself, or what "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from scalelong.report.ushape import Rung, UShape, as_text, draw
+from scalelong.report.plots import Rung, UShape, as_text, draw
 
 SIZES = ["32 × 32", "32 × 32", "16 × 16", "8 × 8"]
 REACH = ["shortcut", "full", "partial", "none"]
