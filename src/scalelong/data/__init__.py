@@ -1,30 +1,56 @@
-"""Where images come from, and which of them is drawn when."""
+"""Sources of images and the loader.
 
-from scalelong.data.base import MemorySource, Source
-from scalelong.data.cache import Problem, cache_dir
-from scalelong.data.check import check
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float, to_uint8
-from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader
-from scalelong.data.order import sample_to_item
-from scalelong.data.sources import KNOWN, load_source, pixels_of
+A new source is one file like `cifar10.py` that calls `register`, and its name in the import below.
+"""
+
+from scalelong.data import celeba, cifar10, coco, embedded, fashion_mnist, folder, huggingface, imagenet64, webdataset  # noqa: F401
+from scalelong.data.base import (
+    SOURCES,
+    DataError,
+    MemorySource,
+    Problem,
+    Shape,
+    Source,
+    check,
+    expected_shape,
+    load_source,
+    register,
+    to_float,
+    to_uint8,
+)
+from scalelong.data.download import cache_dir, fetch
+from scalelong.data.images import save_grid, threaded
+from scalelong.data.latents import decoder, original_images
+from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, caption_rows, make_loader, sample_to_item
+from scalelong.data.text import TextEncoder, encode_captions, encode_text
 
 __all__ = [
-    "KNOWN",
+    "SOURCES",
     "Batch",
     "DataError",
     "DeviceLoader",
     "Loader",
     "MemorySource",
     "Problem",
+    "Shape",
     "Source",
     "StreamLoader",
+    "TextEncoder",
     "cache_dir",
+    "caption_rows",
     "check",
+    "decoder",
+    "encode_captions",
+    "encode_text",
+    "expected_shape",
+    "fetch",
     "load_source",
     "make_loader",
-    "pixels_of",
+    "original_images",
+    "register",
     "sample_to_item",
+    "save_grid",
+    "threaded",
     "to_float",
     "to_uint8",
 ]

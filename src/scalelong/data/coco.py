@@ -12,39 +12,37 @@ from typing import Any
 
 import torch
 
-from scalelong.data.errors import DataError
-from scalelong.data.pictures import FileSource
+from scalelong.data.base import DataError, Request, register
+from scalelong.data.images import FileSource
 
 KARPATHY = "dataset_coco.json"
 KARPATHY_SPLITS = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
 
-_Entry = tuple[str, list[str]]  # a file's path below the folder, its captions
+_Entry = tuple[str, list[str]]  # a path below the folder, its captions
 
 
+@register("coco:PATH", "MS-COCO with the official caption files or Karpathy's split; several captions an image")
 class CocoSource(FileSource):
     """Images with several captions each, all of them in `captions`."""
 
-    labels = None
-    num_classes = 0
     captions: list[str]
 
-    def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
-        self.folder = Path(path).expanduser()
-        self.name = f"coco:{path}"
+    def __init__(self, request: Request) -> None:
+        self.folder = Path(request.path).expanduser()
+        self.name = f"coco:{request.path}"
         if not self.folder.is_dir():
             raise DataError(f"data.name: {self.folder} is not an existing folder; check the path", "missing")
-        table, entries = _entries(self.folder, split)
+        table, entries = _entries(self.folder, request.split)
         _check_entries(self.folder, table, entries)
         self.files = [file for file, _ in entries]
         self.captions = [caption for _, captions in entries for caption in captions]
         self.caption_counts = torch.tensor([len(captions) for _, captions in entries])
-        self.class_names = []
-        self.image_size = image_size
+        self.image_size = request.image_size
         self.shape = self.common_shape()
 
 
 def _entries(folder: Path, split: str) -> tuple[Path, list[_Entry]]:
-    """The caption file of a split and what it says, sorted by file."""
+    """The caption file of a split and its entries, sorted by file."""
     official = sorted(folder.glob(f"annotations/captions_{split}20*.json"))
     if official:
         return official[0], sorted(_official(folder, official[0]))
@@ -69,11 +67,11 @@ def _official(folder: Path, table: Path) -> Iterator[_Entry]:
         for note in sorted(content["annotations"], key=lambda note: note["id"]):
             captions.setdefault(note["image_id"], []).append(_clean(note["caption"]))
     except (KeyError, TypeError) as error:
-        raise DataError(f"{table}: is no caption file of COCO (no {error}); get it again", "unreadable") from error
-    strangers = captions.keys() - names.keys()
-    if strangers:
+        raise DataError(f"{table}: is not a caption file of COCO (no {error}); get it again", "unreadable") from error
+    unlisted = captions.keys() - names.keys()
+    if unlisted:
         raise DataError(
-            f"{table}: {len(strangers)} caption(ed) image(s) such as id {min(strangers)} are not in its list of images; "
+            f"{table}: {len(unlisted)} captioned image(s) such as id {min(unlisted)} are not in its list of images; "
             "the file is damaged, get it again"
         )
     for number, name in names.items():
@@ -93,22 +91,23 @@ def _karpathy(folder: Path, table: Path, splits: tuple[str, ...]) -> Iterator[_E
 
 
 def _check_entries(folder: Path, table: Path, entries: list[_Entry]) -> None:
-    """Every captioned image is there, and every image has a caption."""
+    """Refuse captions of missing images, and images without a caption."""
     if not entries:
         raise DataError(f"{table}: names no image of this split; choose another data.split", "missing")
     homes = {str(Path(file).parent) for file, _ in entries}
-    there = {f"{home}/{path.name}" for home in homes if (folder / home).is_dir() for path in (folder / home).iterdir()}
-    missing = [file for file, _ in entries if file not in there]
+    folders = [(home, folder / home) for home in homes if (folder / home).is_dir()]
+    existing = {f"{home}/{path.name}" for home, place in folders for path in place.iterdir()}
+    missing = [file for file, _ in entries if file not in existing]
     if missing:
         raise DataError(
             f"{table}: {len(missing)} of {len(entries)} images are not below {folder}, the first is {missing[0]}; the "
             "captions and the images do not belong together, or images are missing",
             "missing",
         )
-    silent = [file for file, captions in entries if not captions]
-    if silent:
+    without = [file for file, captions in entries if not captions]
+    if without:
         raise DataError(
-            f"{table}: {len(silent)} of {len(entries)} images have no caption, the first is {silent[0]}; get the file again"
+            f"{table}: {len(without)} of {len(entries)} images have no caption, the first is {without[0]}; get it again"
         )
 
 

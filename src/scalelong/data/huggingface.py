@@ -1,40 +1,53 @@
-"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files."""
+"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files.
+
+A data set larger than the disk is read as a stream and never stored. A stream has no random access, so it is shuffled
+within windows of rows that follow one another; resuming skips to the window of the next sample.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from scalelong.data.base import checked_labels, sampled_items, update_with_annotations
-from scalelong.data.errors import DataError
+from scalelong.data.base import (
+    DataError,
+    Request,
+    checked_labels,
+    hashed_items,
+    register,
+    update_with_annotations,
+)
 from scalelong.data.folder import SPLIT_NAMES
-from scalelong.data.images import open_rgb
-from scalelong.data.pictures import PictureSource
+from scalelong.data.images import PictureSource, open_rgb
+
+WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "category")
 _CAPTION_NAMES = ("caption", "captions", "text", "prompt", "sentence", "sentences")
 
 
+@register("hf:NAME_OR_PATH", "a Hugging Face data set, downloaded")
 class HuggingFaceSource(PictureSource):
-    """Rows are decoded when they are asked for, with the same crop and resize as files."""
+    """Rows decoded when read, with the same crop and resize as files."""
 
-    def __init__(
-        self, name: str, image_size: int | None = None, split: str = "train", root: str | Path | None = None
-    ) -> None:
-        self.name = f"hf:{name}"
-        rows = _load(name, split, None if root is None else str(root))
+    def __init__(self, request: Request) -> None:
+        self.name = f"hf:{request.path}"
+        rows = _load(request.path, request.split, None if request.root is None else str(request.root))
         if len(rows) == 0:
-            raise DataError(f"{self.name}: split {split!r} has no rows; choose another data.split", "missing")
-        self._column = image_column(rows, self.name)
-        self._rows = rows.cast_column(self._column, library().Image(decode=False))
-        self.image_size = image_size
+            raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split", "missing")
+        self._column = _image_column(rows, self.name)
+        self._rows = rows.cast_column(self._column, _library().Image(decode=False))
+        self.image_size = request.image_size
         self.labels, self.class_names = _labels(rows, self.name)
         self.num_classes = len(self.class_names)
         self.captions = _captions(rows, self._column)
@@ -43,11 +56,8 @@ class HuggingFaceSource(PictureSource):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def where(self, item: int) -> str:
-        return f"{self.name} row {item}"
-
     def open(self, item: int) -> Image.Image:
-        return cell_image(self._cell(item), self.where(item))
+        return _decode(self._cell(item), self.where(item))
 
     def _cell(self, item: int) -> dict[str, Any] | None:
         cell: dict[str, Any] | None = self._rows[item][self._column]
@@ -56,14 +66,88 @@ class HuggingFaceSource(PictureSource):
     def _digest(self) -> str:
         """Over the number of rows, labels, captions, and the encoded images of evenly spaced rows."""
         digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        for item in sampled_items(len(self)):
+        for item in hashed_items(len(self)):
             cell = self._cell(item) or {}
             digest.update(cell.get("bytes") or str(cell.get("path")).encode())
         update_with_annotations(digest, self.labels, self.captions)
         return digest.hexdigest()
 
 
-def cell_image(cell: dict[str, Any] | None, where: str) -> Image.Image:
+@register("hf-stream:NAME_OR_PATH", "a Hugging Face data set larger than the disk, streamed")
+class StreamedSource(PictureSource):
+    """The images of a stream; labels and captions are read first, in a pass over their columns only."""
+
+    max_workers = 0  # each process would stream everything again, and Arrow's threads may hang after a fork
+
+    def __init__(self, request: Request, window: int = WINDOW) -> None:
+        name, _, rows = request.path.partition("#")
+        if rows and (not rows.isdigit() or int(rows) < 1):
+            raise DataError(f"data.name: hf-stream:{name}#{rows}: after # goes the number of rows to use")
+        self.name, self.window = f"hf-stream:{name}", window
+        stream = _open_stream(name, request.split)
+        self._column = _image_column(stream, self.name)
+        self._stream = stream.cast_column(self._column, _library().Image(decode=False)).select_columns([self._column])
+        self._read_annotations(stream, int(rows) if rows else None, request.split)
+        self.image_size = request.image_size
+        self._cursor: tuple[int, Iterator[Any]] | None = None  # number of the next window, and the rows from there on
+        self._windows: dict[int, list[Any]] = {}
+        self._lock = Lock()
+        self.shape = self.common_shape()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cursor": None, "_windows": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"_lock": Lock()}
+
+    def open(self, item: int) -> Image.Image:
+        number, place = divmod(item, self.window)
+        with self._lock:  # a stream has one position
+            rows = self._windows.get(number) or self._load(number)
+        if place >= len(rows):
+            raise DataError(
+                f"{self.where(item)}: the stream ended before; it has changed, or #ROWS is too many", "truncated"
+            )
+        return _decode(rows[place][self._column], self.where(item))
+
+    def _load(self, number: int) -> list[Any]:
+        """Read one window, from the stream's position if that is where it starts; two windows are kept."""
+        following, rows = self._cursor or (0, iter(self._stream))
+        if following != number:
+            rows = iter(self._stream.skip(number * self.window))
+        found = list(islice(rows, self.window))
+        self._cursor = (number + 1, rows)
+        while len(self._windows) >= 2:
+            self._windows.pop(next(iter(self._windows)))
+        self._windows[number] = found
+        return found
+
+    def _read_annotations(self, stream: Any, rows: int | None, split: str) -> None:
+        """Set labels, captions and the number of rows, without reading images."""
+        label, names = _label_column(stream)
+        caption = _caption_column(stream, self._column)
+        columns = [name for name in (label, caption) if name is not None]
+        table = list(islice(stream.select_columns(columns), rows)) if columns else []
+        self._count = len(table) if columns else rows or _stated_rows(stream, split, self.name)
+        self.captions = _filled([row[caption] for row in table], caption, "caption", self.name) if caption else None
+        found = _filled([row[label] for row in table], label, "label", self.name) if label else None
+        labels = None if found is None else torch.tensor(found, dtype=torch.int64)
+        self.class_names = names or ([] if labels is None else [str(k) for k in range(int(labels.max()) + 1)])
+        self.num_classes = len(self.class_names)
+        self.labels = checked_labels(labels, self.num_classes, self.name)
+
+    def _digest(self) -> str:
+        """Over the number of rows, labels, captions, and the first row's image: more would read the stream."""
+        digest = hashlib.sha256(repr((self.shape, len(self), self.window)).encode())
+        digest.update(self.open(0).tobytes())
+        update_with_annotations(digest, self.labels, self.captions)
+        return digest.hexdigest()
+
+
+def _decode(cell: dict[str, Any] | None, where: str) -> Image.Image:
     """Decode one undecoded cell of an image column."""
     if cell is None:
         raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
@@ -72,7 +156,7 @@ def cell_image(cell: dict[str, Any] | None, where: str) -> Image.Image:
     return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
 
 
-def library() -> Any:
+def _library() -> Any:
     """Hugging Face datasets, which is an extra."""
     try:
         import datasets
@@ -82,8 +166,8 @@ def library() -> Any:
 
 
 def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> Any:
-    """The rows of one split; whatever the library raises becomes a DataError that says what to do."""
-    datasets = library()
+    """The rows of one split; errors of the library become a DataError with a remedy."""
+    datasets = _library()
     path = Path(name).expanduser()
     remedy = (
         "write it again"
@@ -101,8 +185,8 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
         raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}", "unreadable") from error
 
 
-def open_stream(name: str, split: str) -> Any:
-    """The rows of one split as a stream that nothing is stored of."""
+def _open_stream(name: str, split: str) -> Any:
+    """The rows of one split as a stream."""
     rows = _load(name, split, None, streaming=True)
     return rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
 
@@ -120,7 +204,7 @@ def _load_local(datasets: Any, path: Path, split: str, cache: str | None, stream
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
-    """The files of one split, told by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
+    """The files of one split, by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise DataError(
@@ -141,9 +225,9 @@ def _parquet_files(path: Path, split: str) -> list[str]:
     return chosen
 
 
-def image_column(rows: Any, where: str) -> str:
-    """The column that holds the pictures."""
-    datasets = library()
+def _image_column(rows: Any, where: str) -> str:
+    """The column that holds the images."""
+    datasets = _library()
     images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     images = images or [
         name
@@ -156,9 +240,9 @@ def image_column(rows: Any, where: str) -> str:
     return named[0] if named else images[0]
 
 
-def label_column(rows: Any) -> tuple[str | None, list[str]]:
-    """The column of labels, if there is one, and the class names that it knows."""
-    datasets = library()
+def _label_column(rows: Any) -> tuple[str | None, list[str]]:
+    """The column of labels, if any, and its class names, if it has them."""
+    datasets = _library()
     classed = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]
     whole = [name for name in _LABEL_NAMES if str(_dtype(rows.features.get(name))).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)
@@ -166,16 +250,16 @@ def label_column(rows: Any) -> tuple[str | None, list[str]]:
 
 
 def _labels(rows: Any, where: str) -> tuple[Tensor | None, list[str]]:
-    """Labels and class names; both empty where there is no label column."""
-    column, names = label_column(rows)
+    """Labels and class names; both empty without a label column."""
+    column, names = _label_column(rows)
     if column is None:
         return None, []
-    labels = torch.tensor(filled(list(rows[column]), column, "label", where), dtype=torch.int64)
+    labels = torch.tensor(_filled(list(rows[column]), column, "label", where), dtype=torch.int64)
     names = names or [str(k) for k in range(int(labels.max()) + 1)]
     return checked_labels(labels, len(names), f"{where} column {column!r}"), names
 
 
-def filled(cells: list[Any], column: str, what: str, where: str) -> list[Any]:
+def _filled(cells: list[Any], column: str, what: str, where: str) -> list[Any]:
     """The cells of a column, refused where one is empty."""
     if None in cells:
         raise DataError(f"{where} row {cells.index(None)}: column {column!r} has no {what}; filter such rows out")
@@ -194,11 +278,20 @@ def _captions(rows: Any, image_column: str) -> list[str] | None:
     return None
 
 
-def caption_column(rows: Any, image_column: str) -> str | None:
-    """The first column of plain text with a name that captions have."""
+def _caption_column(rows: Any, image_column: str) -> str | None:
+    """The first column of plain text with a usual name for captions."""
     names = [name for name in _CAPTION_NAMES if name != image_column]
     return next((name for name in names if _dtype(rows.features.get(name)) in ("string", "large_string")), None)
 
 
 def _dtype(feature: Any) -> Any:
     return getattr(feature, "dtype", None)
+
+
+def _stated_rows(stream: Any, split: str, name: str) -> int:
+    """The number of rows in the data set's own description; counting would read the whole stream."""
+    splits = getattr(stream.info, "splits", None) or {}
+    count = getattr(splits.get(split), "num_examples", None)
+    if not count:
+        raise DataError(f"data.name: {name} does not say how many rows it has; write {name}#ROWS")
+    return int(count)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from scalelong.data.sources import load_source
+from scalelong.data import load_source
 from scalelong.evaluation.extractors import metric_name
 from scalelong.evaluation.inception import InceptionFeatures
 from scalelong.evaluation.reference import collect_statistics, image_batches

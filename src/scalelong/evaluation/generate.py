@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones import Network as Wrapped
-from scalelong.data.base import Shape
-from scalelong.data.images import to_uint8
+from scalelong.data import Shape, to_uint8
 from scalelong.diffusion.objective import Network, Objective
 from scalelong.diffusion.sampling import sample
 

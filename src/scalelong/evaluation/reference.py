@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import Source
-from scalelong.data.cache import cache_dir
-from scalelong.data.images import threaded
-from scalelong.data.sources import pixels_of
+from scalelong.data import Source, cache_dir, original_images, threaded
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.statistics import FeatureStatistics
 
@@ -69,7 +66,7 @@ def reference_statistics(
 
     What is kept is found by (data fingerprint, extractor hash, n).
     """
-    source = pixels_of(source, root)
+    source = original_images(source, root)
     n = len(source) if num_images is None else num_images
     if not 2 <= n <= len(source):
         raise ValueError(

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones import UViT, ddpm_cifar10, iddpm_imagenet64, text_latent
-from scalelong.data import to_uint8
-from scalelong.data.base import Shape
-from scalelong.data.latents import decoder
+from scalelong.data import Shape, decoder, to_uint8
 from scalelong.diffusion import Objective, get_process
 from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.settings import ModelSettings, RunConfig, uvit_config

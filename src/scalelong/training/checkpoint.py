@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scalelong.data.cache import file_digest
 
 logger = logging.getLogger(__name__)
 

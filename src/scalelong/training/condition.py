@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalelong.data import Batch, Source, sample_to_item
-from scalelong.data.text import TextEncoder, encode_text
+from scalelong.data import Batch, Source, TextEncoder, encode_text, sample_to_item
 from scalelong.diffusion import Guidance
 from scalelong.random import uniform
 from scalelong.runs.conditioning import Conditioning

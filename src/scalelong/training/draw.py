@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data.base import Shape
+from scalelong.data import Shape
 from scalelong.diffusion import Objective, sample
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from scalelong import skips
-from scalelong.data.base import Shape
+from scalelong.data import Shape
 from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.settings import RunConfig, ScalingSettings
 from scalelong.runs.yaml_file import from_yaml, to_yaml

@@ -15,8 +15,7 @@ from accelerate import PartialState
 from torch import nn
 from tqdm import tqdm
 
-from scalelong.data import load_source, make_loader
-from scalelong.data.grid import save_grid
+from scalelong.data import load_source, make_loader, save_grid
 from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import RunConfig

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.data.base import Shape
-from scalelong.data.images import to_uint8
+from scalelong.data import Shape, to_uint8
 from scalelong.diffusion import Objective
 from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
