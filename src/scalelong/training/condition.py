@@ -18,8 +18,7 @@ from torch import Tensor
 from scalelong.data import Batch, Source, TextEncoder, encode_text, sample_to_item
 from scalelong.diffusion import Guidance
 from scalelong.random import uniform
-from scalelong.runs.conditioning import Conditioning
-from scalelong.runs.settings import ConditionSettings, RunConfig
+from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig
 
 Given = dict[str, Any]  # keyword arguments of the network, tensors
 
