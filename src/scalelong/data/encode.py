@@ -129,7 +129,9 @@ def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
 
 
 def _check_same(folder: Path, found: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    changed = [f"{key}: {found.get(key)} there, {value} requested" for key, value in plan.items() if found.get(key) != value]
+    changed = [
+        f"{key}: {found.get(key)} there, {value} requested" for key, value in plan.items() if found.get(key) != value
+    ]
     if changed:
         message = f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another folder"
         raise DataError(message, "wrong hash")

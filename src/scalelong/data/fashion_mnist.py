@@ -45,10 +45,10 @@ def unpack(source: Path, files: Path) -> None:
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """uint8 images (n, 1, 28, 28) and int64 labels (n,)."""
     path = folder / f"{SPLITS[split]}-images-idx3-ubyte"
-    images = np.fromfile(path, np.uint8, offset=16)
+    images = np.fromfile(path, np.uint8)[16:]
     if images.size == 0 or images.size % (28 * 28):
         raise DataError(f"{path}: not a whole idx file of 28 x 28 images; fetch it again", "truncated")
-    labels = np.fromfile(folder / f"{SPLITS[split]}-labels-idx1-ubyte", np.uint8, offset=8)
+    labels = np.fromfile(folder / f"{SPLITS[split]}-labels-idx1-ubyte", np.uint8)[8:]
     return torch.from_numpy(images.reshape(-1, 1, 28, 28)), torch.from_numpy(labels.astype(np.int64))
 
 

@@ -219,9 +219,7 @@ def _note(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict[str, 
     sample = samples.setdefault(key, _Sample())
     if f".{extension.rpartition('.')[2]}" in EXTENSIONS:
         if sample.image is not None:
-            raise DataError(
-                f"{shard}: sample {key!r} has a second image, {member.name}; make the shard again with one"
-            )
+            raise DataError(f"{shard}: sample {key!r} has a second image, {member.name}; make the shard again with one")
         sample.image = (member.offset_data, member.size)
         return
     if extension not in (*_TEXTS, "cls", "json"):
