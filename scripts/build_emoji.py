@@ -7,11 +7,15 @@ in Unicode's order. The same input and library versions give the same bytes.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import logging
+import re
 import tarfile
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ import numpy as np
 from PIL import Image
 
 from scalelong.data.download import Mirror
-from scalelong.data.embedded import ASSETS, SHEET, SIZE, TABLE, pack
+from scalelong.data.embedded import ASSETS, SHEET, SIZE, TABLE
 from scalelong.data.images import on_white
 from scalelong.files import file_digest
 
@@ -52,6 +56,40 @@ def tile(picture: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return np.asarray(small)
 
 
+def pack(tiles: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], columns: int) -> Image.Image:
+    """Tiles (n, S, S, 3) as one sheet, row by row; unused places are white."""
+    count, size = len(tiles), tiles.shape[1]
+    rows = -(-count // columns)
+    grid = np.full((rows * columns, size, size, 3), 255, dtype=np.uint8)
+    grid[:count] = tiles
+    sheet = grid.reshape(rows, columns, size, size, 3).transpose(0, 2, 1, 3, 4)
+    return Image.fromarray(sheet.reshape(rows * size, columns * size, 3))
+
+
+def words(caption: str) -> frozenset[str]:
+    """The words and numbers of a caption, in lower case."""
+    return frozenset(re.findall(r"[a-z0-9]+", caption.lower()))
+
+
+def held_out(captions: Sequence[str], groups: Sequence[int], seen: int = 3, per_group: int = 16) -> list[int]:
+    """Items to hold out: at least two words, each in `seen` or more remaining captions; at most `per_group` a group.
+
+    Items are chosen in the order of their captions' hashes, so the order of the list does not matter.
+    """
+    bags = [words(caption) for caption in captions]
+    remaining = Counter(word for bag in bags for word in bag)
+    twins, taken = Counter(bags), Counter[int]()
+    chosen = []
+    for item in sorted(range(len(captions)), key=lambda item: hashlib.sha256(captions[item].encode()).digest()):
+        bag, group = bags[item], groups[item]
+        known = all(remaining[word] > seen for word in bag)
+        if len(bag) >= 2 and known and twins[bag] == 1 and taken[group] < per_group:
+            chosen.append(item)
+            remaining.subtract(bag)
+            taken[group] += 1
+    return sorted(chosen)
+
+
 def build(archive: Path, output: Path) -> None:
     """Write the sheet and the table."""
     entries, pictures = read_package(archive)
@@ -66,6 +104,7 @@ def build(archive: Path, output: Path) -> None:
         "codes": [entry["unified"] for entry in entries],
         "captions": [entry["name"].lower() for entry in entries],
     }
+    table["unseen"] = held_out(table["captions"], table["labels"])
     tiles = np.stack([tile(pictures[entry["image"]]) for entry in entries])
     output.mkdir(parents=True, exist_ok=True)
     pack(tiles, COLUMNS).save(output / SHEET, lossless=True, quality=100, method=6, exact=True)

@@ -16,9 +16,20 @@ from sklearn.datasets import load_digits
 
 from scalelong.data import MemorySource, embedded, load_source
 from scalelong.data.download import bad_files
-from scalelong.data.embedded import held_out, words
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "build_embedded.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "build_emoji.py"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_emoji", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT_MODULE = load_script()
+held_out, words = SCRIPT_MODULE.held_out, SCRIPT_MODULE.words
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +84,17 @@ def test_images_are_on_white(source: MemorySource) -> None:
 
 def test_sheet_holds_tiles_in_reading_order() -> None:
     tiles = np.arange(5 * 4 * 4 * 3, dtype=np.uint8).reshape(5, 4, 4, 3)
-    sheet = np.asarray(embedded.pack(tiles, columns=2))
+    sheet = np.asarray(SCRIPT_MODULE.pack(tiles, columns=2))
     assert sheet.shape == (12, 8, 3)
     assert np.array_equal(sheet[4:8, 4:8], tiles[3])
     assert (sheet[8:, 4:] == 255).all()
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_emoji", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
 def test_script_builds_the_shipped_asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["build_embedded.py", "--output", str(tmp_path)])
-    load_script().main()
+    monkeypatch.setattr(sys, "argv", ["build_emoji.py", "--output", str(tmp_path)])
+    SCRIPT_MODULE.main()
     assert json.loads((tmp_path / embedded.TABLE).read_text()) == json.loads(
         (embedded.ASSETS / embedded.TABLE).read_text()
     )
@@ -116,6 +119,11 @@ def test_held_out_captions_are_new_combinations_of_remaining_words() -> None:
     staying = Counter(word for item, caption in enumerate(captions) if item not in chosen for word in words(caption))
     assert all(staying[word] >= 2 for item in chosen for word in words(captions[item]))
     assert all(len(words(captions[item])) >= 2 for item in chosen)
+
+
+def test_shipped_unseen_items_are_those_of_the_script() -> None:
+    table = json.loads((embedded.ASSETS / embedded.TABLE).read_text())
+    assert table["unseen"] == held_out(table["captions"], table["labels"])
 
 
 def test_the_emojis_splits_share_words_but_no_caption() -> None:

@@ -6,12 +6,8 @@ builds both.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import re
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +23,7 @@ SHEET, TABLE = "emoji32.webp", "emoji32.json"
 SIZE = 32
 FILES = {
     SHEET: Expected(2_067_208, "c1d926661c29fb8a7ee2313a9620126d5be1ed435a212b960c8f09afc54e221c"),
-    TABLE: Expected(59_481, "9200bc60db6675cfc1151f249b4569f1771ce4055bca684478f8a5b8ef03e278"),
+    TABLE: Expected(59_874, "c22af5ca92899bd0abe76c8f0e544e2dfdaf55e535434709696d15b5b8126ed2"),
 }
 
 
@@ -70,43 +66,8 @@ def load_emoji(request: Request) -> MemorySource:
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
     labels, captions = torch.tensor(table["labels"]), table["captions"]
-    items, split = list(range(len(captions))), request.split
-    if split != "train":
-        unseen = set(held_out(captions, table["labels"]))
-        items = [item for item in items if (item in unseen) == (split == "unseen")]
+    items, unseen = list(range(len(captions))), set(table["unseen"])
+    if request.split != "train":
+        items = [item for item in items if (item in unseen) == (request.split == "unseen")]
     images, texts = torch.from_numpy(tiles[items]), [captions[item] for item in items]
     return resized(MemorySource("emoji32", images, labels[items], table["classes"], texts), request.image_size)
-
-
-def pack(tiles: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], columns: int) -> Image.Image:
-    """Tiles (n, S, S, 3) as one sheet, row by row; unused places are white."""
-    count, size = len(tiles), tiles.shape[1]
-    rows = -(-count // columns)
-    grid = np.full((rows * columns, size, size, 3), 255, dtype=np.uint8)
-    grid[:count] = tiles
-    sheet = grid.reshape(rows, columns, size, size, 3).transpose(0, 2, 1, 3, 4)
-    return Image.fromarray(sheet.reshape(rows * size, columns * size, 3))
-
-
-def words(caption: str) -> frozenset[str]:
-    """The words and numbers of a caption, in lower case."""
-    return frozenset(re.findall(r"[a-z0-9]+", caption.lower()))
-
-
-def held_out(captions: Sequence[str], groups: Sequence[int], seen: int = 3, per_group: int = 16) -> list[int]:
-    """Items to hold out: at least two words, each in `seen` or more remaining captions; at most `per_group` a group.
-
-    Items are chosen in the order of their captions' hashes, so the order of the list does not matter.
-    """
-    bags = [words(caption) for caption in captions]
-    remaining = Counter(word for bag in bags for word in bag)
-    twins, taken = Counter(bags), Counter[int]()
-    chosen = []
-    for item in sorted(range(len(captions)), key=lambda item: hashlib.sha256(captions[item].encode()).digest()):
-        bag, group = bags[item], groups[item]
-        known = all(remaining[word] > seen for word in bag)
-        if len(bag) >= 2 and known and twins[bag] == 1 and taken[group] < per_group:
-            chosen.append(item)
-            remaining.subtract(bag)
-            taken[group] += 1
-    return sorted(chosen)
