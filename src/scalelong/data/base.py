@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,13 +112,26 @@ class Source(ABC):
             stored = torch.where(mirrored[:, None, None, None], stored.flip(-1), stored)
         return to_float(stored)
 
-    @abstractmethod
-    def _digest(self) -> str: ...
+    def _form(self) -> object:
+        """How items are processed; enters the fingerprint."""
+        return (self.shape, len(self))
+
+    def _contents(self) -> Iterator[bytes]:
+        """Bytes that identify the items, for the fingerprint: by default, evenly spaced items as stored."""
+        yield self.read_many(hashed_items(len(self))).numpy().tobytes()
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 that changes when the data does, and does not depend on where the data is stored."""
-        return self._digest()
+        digest = hashlib.sha256(repr(self._form()).encode())
+        for content in self._contents():
+            digest.update(content)
+        numbers = self.caption_counts if self.labels is None else self.labels
+        if numbers is not None:
+            digest.update(numbers.numpy().astype("<i8").tobytes())
+        for caption in self.captions or ():
+            digest.update(caption.encode() + b"\0")
+        return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -170,11 +183,11 @@ class MemorySource(Source):
     def read_many(self, items: Sequence[int]) -> Tensor:
         return self.images[torch.as_tensor(items, dtype=torch.int64)]
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256(repr(self.shape).encode())
-        digest.update(self.images.contiguous().numpy().data)
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
+    def _form(self) -> object:
+        return self.shape
+
+    def _contents(self) -> Iterator[bytes]:
+        yield self.images.contiguous().numpy().data
 
 
 def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tensor | None:
@@ -205,14 +218,6 @@ def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Seque
 def hashed_items(count: int) -> list[int]:
     """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
     return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
-
-
-def update_with_annotations(digest: hashlib._Hash, labels: Tensor | None, captions: list[str] | None) -> None:
-    """Add labels and captions to a running hash."""
-    if labels is not None:
-        digest.update(labels.numpy().astype("<i8").tobytes())
-    for caption in captions or ():
-        digest.update(caption.encode() + b"\0")
 
 
 @dataclass(frozen=True)

@@ -52,29 +52,27 @@ class Expected(NamedTuple):
     digest: str
 
 
-def bad_files(folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str = "sha256") -> list[Problem]:
-    """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash."""
+def bad_files(
+    folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str | None = "sha256"
+) -> list[Problem]:
+    """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash (None: sizes only)."""
     problems = []
     for name, want in expected.items():
         path = folder / name
-        found = _problem_of(path, want, algorithm)
+        found: tuple[Kind, str] | None = None
+        try:
+            size = path.stat().st_size
+            if size < want.size:
+                found = "truncated", f"{size} of {want.size} bytes"
+            elif algorithm and (digest := file_digest(path, algorithm)) != want.digest:
+                found = "wrong hash", f"{algorithm} {digest}, expected {want.digest}"
+        except FileNotFoundError:
+            found = "missing", "no such file"
+        except OSError as error:
+            found = "unreadable", error.strerror or str(error)
         if found:
-            kind, detail = found
-            problems.append(Problem(str(path), kind, f"{path}: {kind} ({detail}); {remedy}"))
+            problems.append(Problem(str(path), found[0], f"{path}: {found[0]} ({found[1]}); {remedy}"))
     return problems
-
-
-def _problem_of(path: Path, want: Expected, algorithm: str) -> tuple[Kind, str] | None:
-    try:
-        size = path.stat().st_size
-        if size < want.size:
-            return "truncated", f"{size} of {want.size} bytes"
-        digest = file_digest(path, algorithm)
-    except FileNotFoundError:
-        return "missing", "no such file"
-    except OSError as error:
-        return "unreadable", error.strerror or str(error)
-    return None if digest == want.digest else ("wrong hash", f"{algorithm} {digest}, expected {want.digest}")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, Source, gather_rows, hashed_items, register
+from scalelong.data.base import DataError, Request, Source, gather_rows, register
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import resize_all
@@ -77,13 +77,6 @@ class ImageNet64Source(Source):
         rows = np.empty((len(items), 3 * SIZE * SIZE), dtype=np.uint8)
         found = gather_rows(self._batches.__getitem__, self._starts, items, rows)
         return resize_all(found.view(-1, 3, SIZE, SIZE), self.shape[1])
-
-    def _digest(self) -> str:
-        """Over the number of images, all labels, and the pixels of evenly spaced images."""
-        digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        digest.update(self.read_many(hashed_items(len(self))).numpy().tobytes())
-        digest.update(self.labels.numpy().astype("<i8").tobytes())
-        return digest.hexdigest()
 
 
 def _pixels(file: Path, cache: Path) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import zlib
@@ -18,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Kind, MemorySource, Shape, Source, hashed_items, update_with_annotations
+from scalelong.data.base import DataError, Kind, MemorySource, Shape, Source, hashed_items
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -173,18 +172,14 @@ class FileSource(PictureSource):
         return open_rgb(self.folder / self.files[item], self.where(item))
 
     def _form(self) -> object:
-        """How the files are processed, which enters the fingerprint."""
         return self.shape
 
-    def _digest(self) -> str:
-        """Over the form, each file's name and size, the bytes of evenly spaced files, and the annotations."""
-        digest = hashlib.sha256(repr(self._form()).encode())
+    def _contents(self) -> Iterator[bytes]:
+        """Each file's name and size, and the bytes of some files."""
         for name in self.files:
-            digest.update(f"{name}\0{(self.folder / name).stat().st_size}\n".encode())
+            yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
         for item in hashed_items(len(self)):
-            digest.update((self.folder / self.files[item]).read_bytes())
-        update_with_annotations(digest, self.caption_counts if self.labels is None else self.labels, self.captions)
-        return digest.hexdigest()
+            yield (self.folder / self.files[item]).read_bytes()
 
 
 def grid_image(images: Tensor, columns: int | None = None, least_pixels: int = 512) -> Image.Image:

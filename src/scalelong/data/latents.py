@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ ANNOTATIONS = "annotations.json"
 AUTOENCODER = "autoencoder"
 TENSOR = "moments"
 FORMAT = "scalelong-latents-1"
-_REMEDY = "run the same `scalelong data encode` again, it makes the bad files anew"
+_REMEDY = "run the same `scalelong data encode` again to make the bad files anew"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
 
@@ -112,10 +113,6 @@ class LatentSource(Source):
         sample = mean + torch.exp(0.5 * logvar) * normal(seed, "latent", index, self.shape)
         return (sample - float(self.index["shift"])) * float(self.index["scale"])
 
-    def autoencoder(self, device: str | torch.device = "cpu") -> Autoencoder:
-        """The autoencoder these latents are of; another one in its place is refused."""
-        return latent_autoencoder(self.folder, self.index, device)
-
     def _shard(self, number: int) -> Any:
         """One shard (count, 2, 2, C, h, w), mapped: only rows that are indexed are read."""
         if number not in self._shards:
@@ -131,7 +128,8 @@ class LatentSource(Source):
             self._shards[number] = tensor.numpy()
         return self._shards[number]
 
-    def _digest(self) -> str:
+    @cached_property
+    def fingerprint(self) -> str:
         return index_digest(self.index)
 
 
@@ -164,10 +162,8 @@ def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = ma
     """Every file that is missing, truncated or, in sets up to `hash_limit` bytes, of another hash."""
     expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
     expected[ANNOTATIONS] = Expected(1, index["annotations"])
-    if sum(want.size for want in expected.values()) > hash_limit:
-        whole = [name for name, want in expected.items() if _size(folder / name) >= want.size]
-        expected = {name: want for name, want in expected.items() if name not in whole}
-    return bad_files(folder, expected, _REMEDY)
+    hashed = sum(want.size for want in expected.values()) <= hash_limit
+    return bad_files(folder, expected, _REMEDY, "sha256" if hashed else None)
 
 
 def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | torch.device = "cpu") -> Autoencoder:
@@ -210,7 +206,3 @@ def original_images(source: Source, root: Root = None) -> Source:
     if images.fingerprint != origin["fingerprint"]:
         raise DataError(f"{images.name}: not the images that {source.name} were made from; encode them again")
     return images
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1

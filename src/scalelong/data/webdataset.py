@@ -13,6 +13,7 @@ import json
 import re
 import tarfile
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from pathlib import Path, PurePosixPath
@@ -23,7 +24,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Request, hashed_items, register, update_with_annotations
+from scalelong.data.base import DataError, Request, hashed_items, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
 from scalelong.files import write_text
@@ -97,14 +98,10 @@ class WebDatasetSource(PictureSource):
             )
         return values
 
-    def _digest(self) -> str:
-        """Over the offsets, labels, captions, and the bytes of evenly spaced images."""
-        digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        digest.update(self._offsets.astype("<i8").tobytes() + self._sizes.astype("<i8").tobytes())
+    def _contents(self) -> Iterator[bytes]:
+        yield self._offsets.astype("<i8").tobytes() + self._sizes.astype("<i8").tobytes()
         for item in hashed_items(len(self)):
-            digest.update(self._content(item))
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
+            yield self._content(item)
 
 
 @lru_cache(maxsize=128)  # each map holds an open file
