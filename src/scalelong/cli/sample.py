@@ -19,7 +19,7 @@ import tyro
 
 from scalelong.backbones import as_network
 from scalelong.cli.arguments import RunFolder
-from scalelong.data import save_grid
+from scalelong.data.images import save_grid
 from scalelong.evaluation import generate
 from scalelong.evaluation.run import condition_of, source_of
 from scalelong.training import TrainedRun, load_run

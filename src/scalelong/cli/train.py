@@ -16,7 +16,7 @@ import tyro
 from scalelong.backbones import as_network
 from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
-from scalelong.data import caption_rows
+from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.evaluation.run import EvaluationObserver, Protocol, check_extractor, get_extractor
 from scalelong.stability import OscillationProbe

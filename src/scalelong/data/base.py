@@ -65,7 +65,17 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order."""
+    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order.
+
+    >>> class Ramp(Source):
+    ...     name, shape = "ramp", (1, 2, 2)
+    ...     def __len__(self):
+    ...         return 100
+    ...     def read(self, item):
+    ...         return torch.full(self.shape, item, dtype=torch.uint8)
+    >>> Ramp().read_many([3, 7])[:, 0, 0, 0]
+    tensor([3, 7], dtype=torch.uint8)
+    """
 
     name: str
     shape: Shape  # (C, H, W), the same for every item
@@ -187,7 +197,7 @@ class MemorySource(Source):
         return self.shape
 
     def _contents(self) -> Iterator[bytes]:
-        yield self.images.contiguous().numpy().data
+        yield self.images.contiguous().numpy().tobytes()
 
 
 def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tensor | None:
@@ -251,8 +261,8 @@ def register(form: str, description: str, **options: Any) -> Callable[[Loads], L
     >>> @register("black", "eight black images", splits=("train",))
     ... def load_black(request):
     ...     return MemorySource("black", torch.zeros(8, 3, 4, 4, dtype=torch.uint8))
-    >>> len(load_source("black"))
-    8
+    >>> len(load_source("black")), SOURCES.pop("black").description
+    (8, 'eight black images')
     """
 
     def add(load: Loads) -> Loads:
@@ -318,7 +328,8 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
     problems, sizes = [], set()
     for item in tqdm(range(len(source)), desc=name, disable=None):
         try:
-            sizes.add(source.verify(item))
+            size = source.verify(item)
+            sizes |= {size} if size else set()
         except DataError as error:
             problems.append(Problem(source.where(item), error.kind, str(error)))
     if image_size is None and spec.shape is None and len(sizes) > 1:

@@ -42,7 +42,7 @@ def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) 
     window: shuffle within windows of this many items, which follow one another; None: within the whole epoch.
 
     >>> sample_to_item(0, 5, torch.arange(10))
-    tensor([3, 4, 0, 1, 2, 2, 4, 0, 3, 1])
+    tensor([3, 4, 0, 1, 2, 1, 4, 3, 0, 2])
     """
     if n < 1:
         raise ValueError(f"data: a source needs at least one item, got {n}")
@@ -77,7 +77,13 @@ def caption_rows(seed: int, index: Tensor, items: Tensor, counts: Tensor | None)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch on the device."""
+    """One batch on the device.
+
+    >>> from scalelong.data import load_source
+    >>> batch = make_loader(load_source("digits"), seed=0).batch(torch.arange(2))
+    >>> batch.images.shape, batch.items.tolist() == sample_to_item(0, 1797, batch.index).tolist()
+    (torch.Size([2, 1, 8, 8]), True)
+    """
 
     images: Tensor  # float32 (B, C, H, W), on the device: pixels in [-1, 1], or latents
     labels: Tensor | None  # int64 (B,), on the device
@@ -138,7 +144,13 @@ class DeviceLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no processes."""
+    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no processes.
+
+    >>> from scalelong.data import load_source
+    >>> loader = StreamLoader(load_source("digits"), seed=0, workers=0)
+    >>> next(iter(loader.batches([torch.arange(4)]))).images.shape
+    torch.Size([4, 1, 8, 8])
+    """
 
     def __init__(
         self,

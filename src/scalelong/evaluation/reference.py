@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data import Source, cache_dir, original_images, threaded
+from scalelong.data import Source, cache_dir
+from scalelong.data.images import threaded
+from scalelong.data.latents import original_images
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.statistics import FeatureStatistics
 

@@ -18,7 +18,8 @@ from torch import nn
 import scalelong
 from scalelong.backbones import UViT
 from scalelong.backbones.autoencoder import Autoencoder
-from scalelong.data import TextEncoder, decoder
+from scalelong.data.latents import decoder
+from scalelong.data.text import TextEncoder
 from scalelong.pipelines import pipeline as pipeline_code
 from scalelong.pipelines import scaled_unet as scaled_unet_code
 from scalelong.pipelines import uvit_model as uvit_model_code

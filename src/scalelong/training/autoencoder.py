@@ -16,7 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import small_autoencoder
-from scalelong.data import Source, make_loader, save_grid, to_uint8
+from scalelong.data import Source, make_loader, to_uint8
+from scalelong.data.images import save_grid
 from scalelong.files import atomic_folder
 from scalelong.random import normal
 from scalelong.runs.events import METRICS

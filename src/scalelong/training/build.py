@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones import UViT, ddpm_cifar10, iddpm_imagenet64, text_latent
-from scalelong.data import Shape, decoder, to_uint8
+from scalelong.data import Shape, to_uint8
+from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process
 from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig
 from scalelong.training.checks import check_shape, uvit_config

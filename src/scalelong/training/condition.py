@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scalelong.data import Batch, Source, TextEncoder, encode_text, sample_to_item
+from scalelong.data import Batch, Source, sample_to_item
+from scalelong.data.text import TextEncoder, encode_text
 from scalelong.diffusion import Guidance
 from scalelong.random import uniform
 from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig

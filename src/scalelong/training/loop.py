@@ -15,7 +15,8 @@ from accelerate import PartialState
 from torch import nn
 from tqdm import tqdm
 
-from scalelong.data import load_source, make_loader, save_grid
+from scalelong.data import load_source, make_loader
+from scalelong.data.images import save_grid
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
