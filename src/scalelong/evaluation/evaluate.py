@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data import DataError, Source, load_source, pixels_of
+from scalelong.data import DataError, Source, load_source
+from scalelong.data.latents import original_images
 from scalelong.diffusion import resolve_sampling
 from scalelong.evaluation.extractors import Extractor, InceptionFeatures, metric_name
 from scalelong.evaluation.frechet import KernelDistance, check_subsets, checked_features, kernel_distance
@@ -189,7 +190,7 @@ def load_condition(run: TrainedRun, source: Source) -> Condition:
 
 def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
     """(n, D) features of a data set (of latents: of their images), for KID."""
-    source = pixels_of(source, root)
+    source = original_images(source, root)
     return torch.cat([features.cpu() for features in extract(image_batches(source), extractor, len(source))])
 
 

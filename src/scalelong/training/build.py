@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64, text_latent
-from scalelong.data import to_uint8
-from scalelong.data.base import Shape
+from scalelong.data import Shape, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, dotted

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from scalelong import skips
-from scalelong.data.base import Shape
+from scalelong.data import Shape
 from scalelong.runs import CONFIG
 from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings, from_yaml, to_yaml
 from scalelong.training.build import build_model

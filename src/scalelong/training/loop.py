@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source, make_loader
-from scalelong.data.grid import save_grid
-from scalelong.data.order import caption_rows
+from scalelong.data.images import save_grid
+from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.data import to_uint8
-from scalelong.data.base import Shape
+from scalelong.data import Shape, to_uint8
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
