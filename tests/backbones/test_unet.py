@@ -1,4 +1,4 @@
-"""diffusers' UNets in the paper's sizes, and the one way to call any model."""
+"""diffusers' UNets in the paper's sizes, and one way to call any model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from scalelong.backbones import UViT, UViTConfig, as_network
-from scalelong.backbones.unet import PRESETS, ddpm_cifar10, iddpm_imagenet64, text_latent
+from scalelong.backbones.unet import ddpm_cifar10, iddpm_imagenet64, text_latent
 
 TIME = torch.tensor([3.0, 640.0])
 TINY = {"sample_size": 16, "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}
@@ -23,17 +24,17 @@ def randn(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("ddpm-cifar10", 35_746_307), ("iddpm-imagenet64", 144_394_083), ("text-latent", 260_919_012)],
+    ("build", "parameters"),
+    [(ddpm_cifar10, 35_746_307), (iddpm_imagenet64, 144_394_083), (text_latent, 260_919_012)],
 )
-def test_presets_have_the_sizes_of_the_paper(name: str, parameters: int) -> None:
+def test_sizes_of_the_paper(build: Callable[[], nn.Module], parameters: int) -> None:
     with torch.device("meta"):
-        model = PRESETS[name]()
+        model = build()
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 def test_the_cifar10_network_is_that_of_ddpm() -> None:
-    """What does not change the number of parameters: the order of sines, frequencies, epsilon, padding."""
+    """Settings that do not change the number of parameters."""
     with torch.device("meta"):
         config = ddpm_cifar10().config
     assert (config.flip_sin_to_cos, config.freq_shift, config.norm_eps, config.downsample_padding) == (
@@ -76,11 +77,22 @@ def test_network_of_a_uvit() -> None:
     assert torch.equal(as_network(model)(x, TIME, context=context), model(x, TIME, context=context))
 
 
-class Toy(nn.Module):
-    """Called like diffusers' conditional UNet, and refusing anything else."""
+class Plain(nn.Module):
+    """A user's own network, called by our names."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, time: Tensor, context: Tensor | None = None) -> Tensor:
+        return self.scale * x + time[:, None] + (0 if context is None else context)
+
+
+class Subclass(UNet2DConditionModel):  # type: ignore[misc]
+    """A subclass of a diffusers UNet; its forward is small and refuses to return an object."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(
@@ -92,7 +104,7 @@ class Toy(nn.Module):
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """Says nothing to gloo: a group that is freed by a DDP while gloo's thread still lets go of tensors waits for ever."""
+    """Without the initial broadcast: freeing a group while gloo's thread still releases tensors can deadlock."""
     return nn.parallel.DistributedDataParallel(model, init_sync=False)
 
 
@@ -117,7 +129,9 @@ def one_process() -> Iterator[None]:
 def test_network_sees_through_wrappers(wrap: Callable[[nn.Module], Any]) -> None:
     x, context = randn(2, 4), randn(2, 4) + 1
     with one_process():
-        network = as_network(wrap(Toy()))
-        torch.testing.assert_close(network(x, TIME, context=context), x + TIME[:, None] + context)
-        with pytest.raises(ValueError, match=r"network\.class_labels: \w+ takes context"):
-            network(x, TIME, class_labels=TIME)
+        for model in (Subclass(), Plain()):
+            network = as_network(wrap(model))
+            found = network(x, TIME, context=context, class_labels=None)
+            torch.testing.assert_close(found, x + TIME[:, None] + context)
+            with pytest.raises(ValueError, match=r"network\.mask: \w+ takes class_labels, context; leave mask out"):
+                network(x, TIME, mask=TIME)

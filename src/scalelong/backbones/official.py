@@ -1,12 +1,11 @@
-"""Checkpoints of the public U-ViT and ScaleLong code, loaded into our U-ViT with the scaling they were trained with.
+"""Load checkpoints of the public U-ViT and ScaleLong code into our U-ViT, scaled as they were trained.
 
-The public gates are named se.layer1 and se.layer2 (one for all skips), or se.{j}.layer1 and so on (one for each skip),
-j counting decoder blocks from the first, so j = 0 is the INNERMOST skip; our gates count from the outermost.
+The public gates are named se.layer1 and se.layer2 (one gate for all skips) or se.{j}.layer1, ... (one per skip), where j
+counts decoder blocks, so j = 0 is the INNERMOST skip; our gates count from the outermost.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor
 
 from scalelong.backbones.uvit import UViT, UViTConfig
+from scalelong.errors import did_you_mean
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips import apply
 
 CODES = ("none", "rsqrt2", "cs", "ls", "ls_individual")  # the public code's numbers 0 .. 4
 REDUCTION = 16
-LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # a gate's layers there and here
+LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # layers of a gate: public name -> ours
 
-# The public code's settings and their defaults there; None stands for one that may be absent.
+# The public code's settings and their defaults.
 DEFAULTS: Mapping[str, Any] = {
     "img_size": 224,
     "patch_size": 16,
@@ -48,10 +48,14 @@ def load_official_uvit(
     scalelong: int | str = "none",
     kappa: float | None = None,
 ) -> UViT:
-    """The public code's network with these weights, scaled as it was there.
+    """The public code's network with these weights and its scaling.
 
-    scalelong: the public code's number or our name for it, see CODES. kappa: what "cs" was trained with; it does not
-    stand in the weights, and as in the public code the other methods do not look at it.
+    scalelong: the public code's number for the method, or our name for it, see CODES. kappa: of "cs"; it is not stored in
+    the weights, and the other methods ignore it.
+
+    >>> config = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    >>> state_dict = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2)).state_dict()
+    >>> model = load_official_uvit(config, state_dict, scalelong="cs", kappa=0.5)
     """
     method = _method(scalelong)
     scaling = _scaling_config(method, kappa)
@@ -62,7 +66,7 @@ def load_official_uvit(
     gate_shapes = _gate_shapes(method, model.num_tokens, model.num_skips)
     _check_state(state, {name: tuple(value.shape) for name, value in model.state_dict().items()}, gate_shapes, method)
 
-    model.to_empty(device="cpu")  # every tensor of it is in the state dict
+    model.to_empty(device="cpu")
     model.load_state_dict({name: value for name, value in state.items() if name not in gate_shapes})
     handle = apply(model, scaling.method, **scaling.options)
     if gate_shapes:
@@ -75,7 +79,7 @@ def load_official_uvit(
 
 
 def _method(scalelong: int | str) -> str:
-    if isinstance(scalelong, int) and not isinstance(scalelong, bool) and 0 <= scalelong < len(CODES):
+    if type(scalelong) is int and 0 <= scalelong < len(CODES):
         return CODES[scalelong]
     if isinstance(scalelong, str) and scalelong in CODES:
         return scalelong
@@ -89,24 +93,23 @@ def _scaling_config(method: str, kappa: float | None) -> ScalingConfig:
     if method != "cs":
         return ScalingConfig.create(method)
     if kappa is None:
-        raise ValueError("official.kappa: None with 'cs'; pass the kappa of the training, the weights do not hold it")
+        raise ValueError(
+            "official.kappa: None with 'cs'; pass the kappa it was trained with, which the weights do not store"
+        )
     return ScalingConfig.create("cs", kappa=kappa)
 
 
 def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
     for key in config:
         if key not in DEFAULTS:
-            near = difflib.get_close_matches(str(key), DEFAULTS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"official.{key}: unknown setting (got {config[key]!r}); {hint}known: {', '.join(DEFAULTS)}"
-            )
+            hint = f"{did_you_mean(key, DEFAULTS)}known: {', '.join(DEFAULTS)}"
+            raise ValueError(f"official.{key}: unknown setting (got {config[key]!r}); {hint}")
     full = {**DEFAULTS, **config}
     if full["qk_scale"] is not None:
         raise ValueError(f"official.qk_scale: {full['qk_scale']!r} is not supported; only None, 1 / sqrt(head size)")
     if full["skip"] is not True:
         raise ValueError(
-            f"official.skip: {full['skip']!r}: a network without long skips has nothing to scale; use True"
+            f"official.skip: {full['skip']!r} is not supported: there are no long skips to scale; use True"
         )
     if (full["clip_dim"] is None) != (full["num_clip_token"] is None):
         raise ValueError(
@@ -135,26 +138,26 @@ def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
 
 
 def _without_prefix(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by name, without the "module." that data-parallel training puts before every one."""
+    """The weights without the "module." prefix of data-parallel training."""
     prefixed = all(name.startswith("module.") for name in state_dict)
     return {name.removeprefix("module.") if prefixed else name: value for name, value in state_dict.items()}
 
 
 def _gate_shapes(method: str, tokens: int, num_skips: int) -> dict[str, tuple[int, ...]]:
-    """The public names and shapes of the gates a method has."""
-    places = {"ls": ["se"], "ls_individual": [f"se.{j}" for j in range(num_skips)]}.get(method, [])
+    """Public names and shapes of a method's gates."""
+    gates = {"ls": ["se"], "ls_individual": [f"se.{j}" for j in range(num_skips)]}.get(method, [])
     hidden = max(1, tokens // REDUCTION)
     shapes: dict[str, tuple[int, ...]] = {}
-    for place in places:
-        shapes |= {f"{place}.layer1.weight": (hidden, tokens), f"{place}.layer1.bias": (hidden,)}
-        shapes |= {f"{place}.layer2.weight": (tokens, hidden), f"{place}.layer2.bias": (tokens,)}
+    for gate in gates:
+        shapes |= {f"{gate}.layer1.weight": (hidden, tokens), f"{gate}.layer1.bias": (hidden,)}
+        shapes |= {f"{gate}.layer2.weight": (tokens, hidden), f"{gate}.layer2.bias": (tokens,)}
     return shapes
 
 
 def _our_gate_name(name: str, num_skips: int) -> str:
     """se.layer1.weight -> gates.0.zeta.0.weight; se.{j}.layer1.weight -> gates.{N - 1 - j}.zeta.0.weight."""
-    *place, layer, kind = name.removeprefix("se.").split(".")
-    gate = num_skips - 1 - int(place[0]) if place else 0
+    *number, layer, kind = name.removeprefix("se.").split(".")
+    gate = num_skips - 1 - int(number[0]) if number else 0
     return f"gates.{gate}.{LAYERS[layer]}.{kind}"
 
 
@@ -164,7 +167,7 @@ def _check_state(
     gates: Mapping[str, tuple[int, ...]],
     method: str,
 ) -> None:
-    """Every tensor is there, none is left over, all have the shapes the settings say."""
+    """Raise unless the names and shapes are those that the settings imply."""
     wanted = {**backbone, **gates}
     missing = [name for name in wanted if name not in state]
     extra = [name for name in state if name not in wanted]
@@ -176,14 +179,14 @@ def _check_state(
         )
     if missing or extra:
         raise ValueError(
-            f"official.state_dict: missing {_some(missing)}; unexpected {_some(extra)}; give the settings (depth, "
-            "num_classes, mlp_time_embed, conv, clip_dim, ...) these weights were trained with"
+            f"official.state_dict: missing {_some(missing)}; unexpected {_some(extra)}; pass the settings (depth, "
+            "num_classes, mlp_time_embed, conv, clip_dim, ...) of the training"
         )
     for name, shape in wanted.items():
         if tuple(state[name].shape) != shape:
             raise ValueError(
                 f"official.state_dict: {name} is {tuple(state[name].shape)}, the settings say {shape}; "
-                "give the settings these weights were trained with"
+                "pass the settings of the training"
             )
 
 

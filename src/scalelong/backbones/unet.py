@@ -1,20 +1,24 @@
-"""The convolutional UNets of the paper's Table 1, as configurations of diffusers' models, and one way to call any model.
+"""The convolutional UNets of the paper's Table 1 as configurations of diffusers' models, and one way to call any model.
 
 Shapes: B batch, C channels.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 
 def ddpm_cifar10(**changes: Any) -> nn.Module:
-    """The CIFAR-10 network of DDPM, 35.7M parameters: 32x32, attention at 16x16."""
+    """The CIFAR-10 network of DDPM, 35.7M parameters: 32x32, attention at 16x16.
+
+    >>> model = ddpm_cifar10(block_out_channels=(32, 32, 32, 32))  # any field of the configuration can be changed
+    >>> model.config.sample_size
+    32
+    """
     from diffusers import UNet2DModel
 
     settings: dict[str, Any] = {
@@ -34,7 +38,7 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
 
 
 def iddpm_imagenet64(**changes: Any) -> nn.Module:
-    """A class-conditional 64x64 network in the manner of IDDPM, 144M parameters: attention at 16x16 and 8x8."""
+    """A class-conditional 64x64 network as in IDDPM, 144M parameters: attention at 16x16 and 8x8."""
     from diffusers import UNet2DModel
 
     settings: dict[str, Any] = {
@@ -63,51 +67,55 @@ def text_latent(**changes: Any) -> nn.Module:
         "layers_per_block": 2,
         "down_block_types": ("CrossAttnDownBlock2D",) * 4,
         "up_block_types": ("CrossAttnUpBlock2D",) * 4,
-        "attention_head_dim": 7,  # in this class of diffusers the NUMBER of heads, of 32, 64, 64 and 96 channels
+        "attention_head_dim": 7,  # diffusers' name for the NUMBER of heads here: 32, 64, 64 and 96 channels each
         "cross_attention_dim": 768,
     }
     model: nn.Module = UNet2DConditionModel(**{**settings, **changes})
     return model
 
 
-PRESETS: Mapping[str, Callable[..., nn.Module]] = {
-    "ddpm-cifar10": ddpm_cifar10,
-    "iddpm-imagenet64": iddpm_imagenet64,
-    "text-latent": text_latent,
-}
-
-
 @dataclass(frozen=True)
-class Network:
-    """A model called as net(x, time, class_labels=..., context=...) -> Tensor, whatever its own names are."""
+class ModelWrapper:
+    """A model called as net(x, time, class_labels=..., context=...) -> Tensor; conditions that are None are omitted."""
 
     model: nn.Module
-    names: Mapping[str, str]  # our name of a condition -> the model's
-    fixed: Mapping[str, Any]  # arguments that are always passed
+    names: Mapping[str, str]  # condition -> the model's keyword for it
+    options: Mapping[str, Any] = field(default_factory=dict)  # passed in every call
 
     def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
         given = {name: value for name, value in condition.items() if value is not None}
         for name in given:
             if name not in self.names:
-                takes = ", ".join(self.names) or "no condition"
+                takes = ", ".join(self.names)
                 raise ValueError(f"network.{name}: {type(self.model).__name__} takes {takes}; leave {name} out")
-        output = self.model(x, time, **{self.names[name]: value for name, value in given.items()}, **self.fixed)
+        output = self.model(x, time, **{self.names[name]: value for name, value in given.items()}, **self.options)
         image: Tensor = output[0] if isinstance(output, tuple) else output
         return image
 
 
-def as_network(model: nn.Module) -> Network:
-    """One way to call a UViT, a diffusers UNet (compiled or in DDP too) or any model of (x, time, ...)."""
-    parameters = inspect.signature(unwrapped(model).forward).parameters
-    names = {"class_labels": "class_labels"} if "class_labels" in parameters else {}
-    for theirs in ("context", "encoder_hidden_states"):
-        if theirs in parameters:
-            names["context"] = theirs
-    return Network(model, names, {"return_dict": False} if "return_dict" in parameters else {})
+_DIFFUSERS = {
+    "UNet2DModel": {"class_labels": "class_labels"},
+    "UNet2DConditionModel": {"class_labels": "class_labels", "context": "encoder_hidden_states"},
+}
+
+
+def as_network(model: nn.Module) -> ModelWrapper:
+    """Wrap a U-ViT, a UNet of diffusers or any module of (x, time, class_labels=, context=), compiled or in DDP too.
+
+    >>> import torch
+    >>> from scalelong.backbones import UViT, UViTConfig
+    >>> net = as_network(UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2)))
+    >>> net(torch.randn(1, 3, 8, 8), torch.tensor([500.0]), class_labels=None).shape
+    torch.Size([1, 3, 8, 8])
+    """
+    for cls in type(unwrapped(model)).__mro__:
+        if cls.__name__ in _DIFFUSERS and cls.__module__.startswith("diffusers."):
+            return ModelWrapper(model, _DIFFUSERS[cls.__name__], {"return_dict": False})
+    return ModelWrapper(model, {"class_labels": "class_labels", "context": "context"})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's or DDP's: its forward names its arguments, hooks on it run."""
+    """The user's module inside those of torch.compile and DDP."""
     for attribute, wrapper in (("_orig_mod", "OptimizedModule"), ("module", "DistributedDataParallel")):
         if type(model).__name__ == wrapper:
             inner: nn.Module = getattr(model, attribute)
