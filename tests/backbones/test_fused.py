@@ -112,7 +112,7 @@ def test_fused_equals_plain(method: str) -> None:
 
 
 def test_every_block_is_swapped_and_swapped_back() -> None:
-    model, x, time = _model()
+    model, _, _ = _model()
     before = [type(module) for module in model.modules()]
     with pytest.raises(RuntimeError, match="inside"), fused.inference(model):
         inside = [type(module) for module in model.modules()]

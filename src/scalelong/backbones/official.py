@@ -21,25 +21,24 @@ CODES = ("none", "rsqrt2", "cs", "ls", "ls_individual")  # the public code's num
 REDUCTION = 16
 LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # layers of a gate: public name -> ours
 
-# The public code's settings and their defaults.
-DEFAULTS: Mapping[str, Any] = {
-    "img_size": 224,
-    "patch_size": 16,
-    "in_chans": 3,
-    "embed_dim": 768,
-    "depth": 12,
-    "num_heads": 12,
-    "mlp_ratio": 4.0,
-    "qkv_bias": False,
-    "qk_scale": None,
-    "mlp_time_embed": False,
-    "num_classes": -1,
-    "use_checkpoint": False,
-    "conv": True,
-    "skip": True,
-    "clip_dim": None,
-    "num_clip_token": None,
+# The public code's settings: our name for each, and its default there.
+SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "img_size": ("image_size", 224),
+    "patch_size": ("patch_size", 16),
+    "in_chans": ("in_channels", 3),
+    "embed_dim": ("dim", 768),
+    "depth": ("depth", 12),
+    "num_heads": ("heads", 12),
+    "mlp_ratio": ("mlp_ratio", 4.0),
+    "qkv_bias": ("qkv_bias", False),
+    "mlp_time_embed": ("mlp_time_embed", False),
+    "num_classes": ("num_classes", -1),  # -1: none
+    "use_checkpoint": ("checkpointing", False),
+    "conv": ("final_conv", True),
+    "clip_dim": ("text_dim", None),
+    "num_clip_token": ("text_tokens", None),
 }
+FIXED: Mapping[str, Any] = {"qk_scale": None, "skip": True}  # settings of which one value is supported
 
 
 def load_official_uvit(
@@ -100,38 +99,22 @@ def _scaling_config(method: str, kappa: float | None) -> ScalingConfig:
 
 
 def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
-    for key in config:
-        if key not in DEFAULTS:
-            hint = f"{did_you_mean(key, DEFAULTS)}known: {', '.join(DEFAULTS)}"
-            raise ValueError(f"official.{key}: unknown setting (got {config[key]!r}); {hint}")
-    full = {**DEFAULTS, **config}
-    if full["qk_scale"] is not None:
-        raise ValueError(f"official.qk_scale: {full['qk_scale']!r} is not supported; only None, 1 / sqrt(head size)")
-    if full["skip"] is not True:
+    known = [*SETTINGS, *FIXED]
+    for key, value in config.items():
+        if key not in known:
+            hint = f"{did_you_mean(key, known)}known: {', '.join(known)}"
+            raise ValueError(f"official.{key}: unknown setting (got {value!r}); {hint}")
+        if key in FIXED and value is not FIXED[key]:
+            raise ValueError(f"official.{key}: {value!r} is not supported; only {FIXED[key]!r} is")
+    given = {ours: config.get(theirs, default) for theirs, (ours, default) in SETTINGS.items()}
+    if (given["text_dim"] is None) != (given["text_tokens"] is None):
         raise ValueError(
-            f"official.skip: {full['skip']!r} is not supported: there are no long skips to scale; use True"
-        )
-    if (full["clip_dim"] is None) != (full["num_clip_token"] is None):
-        raise ValueError(
-            f"official.clip_dim: {full['clip_dim']!r} with num_clip_token {full['num_clip_token']!r}; "
+            f"official.clip_dim: {given['text_dim']!r} with num_clip_token {given['text_tokens']!r}; "
             "a text model needs both, any other neither"
         )
-    return UViTConfig(
-        image_size=full["img_size"],
-        patch_size=full["patch_size"],
-        in_channels=full["in_chans"],
-        dim=full["embed_dim"],
-        depth=full["depth"],
-        heads=full["num_heads"],
-        mlp_ratio=full["mlp_ratio"],
-        qkv_bias=full["qkv_bias"],
-        mlp_time_embed=full["mlp_time_embed"],
-        num_classes=0 if full["num_classes"] == -1 else full["num_classes"],
-        text_dim=full["clip_dim"] or 0,
-        text_tokens=full["num_clip_token"] or 0,
-        final_conv=full["conv"],
-        checkpointing=full["use_checkpoint"],
-    )
+    classes = 0 if given["num_classes"] == -1 else given["num_classes"]
+    text = {"text_dim": given["text_dim"] or 0, "text_tokens": given["text_tokens"] or 0}
+    return UViTConfig(**{**given, **text, "num_classes": classes})
 
 
 # ------------------------------------------------------------------------------------------------------ weights to weights

@@ -1,12 +1,9 @@
-"""The convolutional UNets of the paper's Table 1 as configurations of diffusers' models, and one way to call any model.
-
-Shapes: B batch, C channels.
-"""
+"""The convolutional UNets of the paper's Table 1 as configurations of diffusers' models, and one way to call any model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,13 +12,9 @@ from torch import Tensor, nn
 def ddpm_cifar10(**changes: Any) -> nn.Module:
     """The CIFAR-10 network of DDPM, 35.7M parameters: 32x32, attention at 16x16.
 
-    >>> model = ddpm_cifar10(block_out_channels=(32, 32, 32, 32))  # any field of the configuration can be changed
-    >>> model.config.sample_size
-    32
+    >>> model = ddpm_cifar10(block_out_channels=(32, 32, 32, 32))  # replaces this field of the configuration
     """
-    from diffusers import UNet2DModel
-
-    settings: dict[str, Any] = {
+    settings = {
         "sample_size": 32,
         "block_out_channels": (128, 256, 256, 256),
         "layers_per_block": 2,
@@ -33,15 +26,12 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
         "freq_shift": 1,
         "norm_eps": 1e-6,
     }
-    model: nn.Module = UNet2DModel(**{**settings, **changes})
-    return model
+    return _build("UNet2DModel", {**settings, **changes})
 
 
 def iddpm_imagenet64(**changes: Any) -> nn.Module:
     """A class-conditional 64x64 network as in IDDPM, 144M parameters: attention at 16x16 and 8x8."""
-    from diffusers import UNet2DModel
-
-    settings: dict[str, Any] = {
+    settings = {
         "sample_size": 64,
         "block_out_channels": (160, 320, 480, 640),
         "layers_per_block": 2,
@@ -51,15 +41,12 @@ def iddpm_imagenet64(**changes: Any) -> nn.Module:
         "resnet_time_scale_shift": "scale_shift",
         "num_class_embeds": 1000,
     }
-    model: nn.Module = UNet2DModel(**{**settings, **changes})
-    return model
+    return _build("UNet2DModel", {**settings, **changes})
 
 
 def text_latent(**changes: Any) -> nn.Module:
     """A text-to-image network on 32x32x4 latents, 261M parameters: cross attention to features of width 768."""
-    from diffusers import UNet2DConditionModel
-
-    settings: dict[str, Any] = {
+    settings = {
         "sample_size": 32,
         "in_channels": 4,
         "out_channels": 4,
@@ -70,8 +57,21 @@ def text_latent(**changes: Any) -> nn.Module:
         "attention_head_dim": 7,  # diffusers' name for the NUMBER of heads here: 32, 64, 64 and 96 channels each
         "cross_attention_dim": 768,
     }
-    model: nn.Module = UNet2DConditionModel(**{**settings, **changes})
+    return _build("UNet2DConditionModel", {**settings, **changes})
+
+
+def _build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+    import diffusers  # takes seconds to import, and U-ViTs do not need it
+
+    model: nn.Module = getattr(diffusers, name)(**settings)
     return model
+
+
+_OURS = {"class_labels": "class_labels", "context": "context"}
+_DIFFUSERS = {
+    "UNet2DModel": {"class_labels": "class_labels"},
+    "UNet2DConditionModel": {"class_labels": "class_labels", "context": "encoder_hidden_states"},
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ModelWrapper:
 
     model: nn.Module
     names: Mapping[str, str]  # condition -> the model's keyword for it
-    options: Mapping[str, Any] = field(default_factory=dict)  # passed in every call
+    options: Mapping[str, Any]  # passed in every call
 
     def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
         given = {name: value for name, value in condition.items() if value is not None}
@@ -93,25 +93,18 @@ class ModelWrapper:
         return image
 
 
-_DIFFUSERS = {
-    "UNet2DModel": {"class_labels": "class_labels"},
-    "UNet2DConditionModel": {"class_labels": "class_labels", "context": "encoder_hidden_states"},
-}
-
-
 def as_network(model: nn.Module) -> ModelWrapper:
     """Wrap a U-ViT, a UNet of diffusers or any module of (x, time, class_labels=, context=), compiled or in DDP too.
 
     >>> import torch
-    >>> from scalelong.backbones import UViT, UViTConfig
-    >>> net = as_network(UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2)))
-    >>> net(torch.randn(1, 3, 8, 8), torch.tensor([500.0]), class_labels=None).shape
-    torch.Size([1, 3, 8, 8])
+    >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
+    >>> net(torch.randn(1, 3, 32, 32), torch.tensor([500.0])).shape
+    torch.Size([1, 3, 32, 32])
     """
     for cls in type(unwrapped(model)).__mro__:
         if cls.__name__ in _DIFFUSERS and cls.__module__.startswith("diffusers."):
             return ModelWrapper(model, _DIFFUSERS[cls.__name__], {"return_dict": False})
-    return ModelWrapper(model, {"class_labels": "class_labels", "context": "context"})
+    return ModelWrapper(model, _OURS, {})
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
