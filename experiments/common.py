@@ -33,6 +33,7 @@ from scalelong.runs.settings import (
 )
 from scalelong.stability import relative_oscillation
 from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
+from scalelong.training.checks import check_config
 
 Scale = Literal["cpu", "gpu"]
 METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10
@@ -92,7 +93,7 @@ def varied(
     scaling = dataclasses.replace(config.scaling, method=name, kappa=value, allow_amplify=value > 1)
     model = dataclasses.replace(config.model, depth=depth or config.model.depth)
     training = dataclasses.replace(config.training, seed=seed, batch_size=batch_size or config.training.batch_size)
-    return dataclasses.replace(config, scaling=scaling, model=model, training=training).checked(on_gpu=True)
+    return check_config(dataclasses.replace(config, scaling=scaling, model=model, training=training), on_gpu=True)
 
 
 def grid(options: Options, methods: Sequence[str] = METHODS, **changes: int) -> list[RunConfig]:

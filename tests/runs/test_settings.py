@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scalelong.training import PRESETS, get_preset, to_yaml
 from scalelong.runs.settings import RunConfig, differences, dotted
 from scalelong.runs.yaml_file import from_yaml
+from scalelong.training import PRESETS, get_preset, to_yaml
+from scalelong.training.checks import check_config, check_shape
 from tests.training.tiny import TINY, tiny
 
 
@@ -14,7 +15,7 @@ from tests.training.tiny import TINY, tiny
 def test_every_preset_is_sound_and_survives_yaml(name: str, tmp_path) -> None:
     config = get_preset(name)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert from_yaml(tmp_path / "config.yaml") == config.checked(on_gpu=True)
+    assert from_yaml(tmp_path / "config.yaml") == check_config(config, on_gpu=True)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("cifar10", "celeba"))])
@@ -80,14 +81,14 @@ def test_a_wrong_file_is_refused_by_its_key(text: str, message: str, tmp_path) -
 )
 def test_a_wrong_value_is_refused_by_its_key(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny(**changes).checked()
+        check_config(tiny(**changes))
 
 
 def test_a_batch_must_divide_among_ranks_and_micro_batches() -> None:
     with pytest.raises(ValueError, match=r"training\.batch_size: 8 is not divisible by 3 ranks x 1 .* multiple of 3"):
-        tiny().checked(world_size=3)
+        check_config(tiny(), world_size=3)
     with pytest.raises(ValueError, match=r"training\.batch_size: .* 2 ranks x 8 micro-batches"):
-        tiny(training_accumulate=8).checked(world_size=2)
+        check_config(tiny(training_accumulate=8), world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_batch_must_divide_among_ranks_and_micro_batches() -> None:
 )
 def test_a_model_that_does_not_fit_the_images_is_refused(changes, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny(**changes).check_shape(shape)
+        check_shape(tiny(**changes), shape)
 
 
 def test_an_unknown_preset_gets_the_nearest_name() -> None:

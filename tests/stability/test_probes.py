@@ -15,7 +15,7 @@ import torch
 import scalelong
 from scalelong.backbones import UViT, UViTConfig
 from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.stability import OscillationProbe, relative_oscillation, relative_spread, stages
+from scalelong.stability import OscillationProbe, stages
 from tests.families import FAMILIES, build
 
 
@@ -25,15 +25,6 @@ def uvit() -> UViT:
 
 
 BATCH = (torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([3.0, 50.0, 500.0]))
-
-
-def test_oscillation_and_spread_by_hand() -> None:
-    assert relative_oscillation([1.0, 3.0, 2.0]) == pytest.approx((2 + 1) / 2 / 2)
-    assert relative_oscillation([5.0, 5.0, 5.0]) == 0
-    assert relative_spread([1.0, 3.0]) == pytest.approx(2**0.5 / 2)
-    for function in (relative_oscillation, relative_spread):
-        with pytest.raises(ValueError, match="at least 2 records, got 1"):
-            function([1.0])
 
 
 def test_stages_are_the_u_in_order() -> None:

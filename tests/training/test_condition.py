@@ -11,12 +11,12 @@ import torch
 from scalelong.data import make_loader
 from scalelong.data.base import MemorySource
 from scalelong.data.sources import load_source
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.presets import EXPECTED
-from scalelong.runs.settings import ConditionSettings, RunConfig
+from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig
 from scalelong.training import get_preset, load_run, train
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError
+from scalelong.training.checks import check_config
 from scalelong.training.condition import choose_classes, choose_prompts, make_condition
 from scalelong.training.step import Stepper
 from tests.data.encoders import make_bert
@@ -105,7 +105,7 @@ def test_an_item_of_several_captions_gets_its_own(text_run) -> None:
 )
 def test_wrong_settings_are_refused(settings, message) -> None:
     with pytest.raises(ValueError, match=message):
-        RunConfig(condition=settings).checked()
+        check_config(RunConfig(condition=settings))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_wrong_settings_are_refused(settings, message) -> None:
 )
 def test_guidance_that_cannot_be_is_refused(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny(**changes).checked()
+        check_config(tiny(**changes))
 
 
 def test_data_that_lacks_the_condition_is_refused(text_run) -> None:

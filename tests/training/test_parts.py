@@ -10,6 +10,7 @@ import torch
 
 from scalelong.runs.events import Events, append_event, cut_after, read_events
 from scalelong.training.build import build_model
+from scalelong.training.checks import check_config
 from scalelong.training.ema import Ema
 from scalelong.training.nonfinite import Guard, NonFiniteError, describe, find_suspects
 from scalelong.training.step import learning_rate, resolve_precision, sample_indices
@@ -165,4 +166,4 @@ def test_a_unet_is_scaled_behind_its_norms_where_the_settings_say_so() -> None:
 
 def test_what_is_for_sampling_only_is_not_trained_with() -> None:
     with pytest.raises(ValueError, match=r"scaling\.method: 'freeu' is for sampling from a trained model"):
-        tiny(scaling_method="freeu").checked()
+        check_config(tiny(scaling_method="freeu"))

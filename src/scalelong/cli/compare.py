@@ -27,6 +27,7 @@ from scalelong.report.numbers import number
 from scalelong.report.sentences import findings, seeds_words
 from scalelong.report.tables import aligned, arrivals_table, measures_table, pairs_table, write_csv
 from scalelong.training import RunConfig, Trainer, get_preset
+from scalelong.training.checks import check_config
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def configurations(command: Compare) -> dict[str, RunConfig]:
         for seed in command.seeds:
             training = dataclasses.replace(preset.training, steps=steps, seed=seed)
             config = dataclasses.replace(preset, scaling=scaling, training=training)
-            configs[f"{name.replace(':', '')}-seed{seed}"] = config.checked()
+            configs[f"{name.replace(':', '')}-seed{seed}"] = check_config(config)
     return configs
 
 

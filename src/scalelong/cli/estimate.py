@@ -8,10 +8,11 @@ import time
 import torch
 
 from scalelong.data import DataError, Source, load_source, make_loader
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.presets import EXPECTED
+from scalelong.runs.settings import Conditioning
 from scalelong.training import RunConfig, to_yaml
 from scalelong.training.build import build_model, build_objective
+from scalelong.training.checks import check_config
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.step import Stepper
 
@@ -19,7 +20,7 @@ from scalelong.training.step import Stepper
 def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
     """The settings, and two small steps timed and scaled up: an order of magnitude, not a promise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(to_yaml(config.checked(on_gpu=device.type == "cuda")))
+    print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
     data = config.data
     try:
         source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.presets import EXPECTED
+from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call
 from scalelong.skips.example_inputs import generated_example

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.reader import Record, RunSeries
-from scalelong.runs.settings import ConditionSettings
+from scalelong.runs.settings import Conditioning, ConditionSettings
 
 
 def model_card(
@@ -17,7 +16,7 @@ def model_card(
         return _card(run, step, weights, _LOADING.format(more="", arguments=shape))
     told = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
     given = ", ".join(f"{key}={value}" for key, value in told.items() if value and isinstance(value, int))
-    more = "\nfrom scalelong.runs.conditioning import Conditioning"
+    more = "\nfrom scalelong.runs.settings import Conditioning"
     return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 

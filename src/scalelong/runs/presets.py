@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
-from scalelong.data.base import Shape
 from scalelong.runs.settings import (
+    Conditioning,
     ConditionSettings,
     DataSettings,
     DiffusionSettings,
@@ -18,7 +18,6 @@ from scalelong.runs.settings import (
     ScalingSettings,
     TrainingSettings,
 )
-from scalelong.runs.conditioning import Conditioning
 
 _CIFAR10 = RunConfig(
     data=DataSettings("cifar10"),
@@ -132,7 +131,7 @@ _IMAGENET64_CLASSES = Conditioning(num_classes=1000, null_class=True)
 _CLIP_TEXT = Conditioning(text_tokens=77, text_dim=768)
 
 # The shape and the condition of data that the user brings, for what can be told before it is there.
-EXPECTED: Mapping[str, tuple[Shape, Conditioning]] = {
+EXPECTED: Mapping[str, tuple[tuple[int, int, int], Conditioning]] = {
     "celeba:data/celeba": ((3, 64, 64), Conditioning()),
     "imagenet64:data/imagenet64": ((3, 64, 64), _IMAGENET64_CLASSES),
     "latents:data/emoji32-latents": ((4, 16, 16), Conditioning()),

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from scalelong.stability import relative_oscillation, relative_spread
-from scalelong.training import RunConfig, from_yaml, read_events
+from scalelong.runs.events import read_events
+from scalelong.runs.oscillation import relative_oscillation, relative_spread
+from scalelong.runs.settings import RunConfig
+from scalelong.runs.yaml_file import from_yaml
 
 Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
@@ -40,8 +42,7 @@ class RunSeries:
     @property
     def label(self) -> str:
         """How the run's method is called in tables and pictures."""
-        scaling = self.config.scaling
-        return f"{scaling.method} {float(scaling.kappa):g}" if "kappa" in scaling.options() else scaling.method
+        return self.config.scaling.label
 
     @property
     def seed(self) -> int:

@@ -1,6 +1,6 @@
-"""What a run is: frozen dataclasses, checked as a whole, written as YAML beside the run.
+"""The settings of a run: frozen dataclasses, stored as config.yaml in the run's folder. No torch.
 
-Every error names the dotted key as it is written in YAML and on the command line.
+Keys are dotted, in YAML, on the command line and in errors: `training.steps`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,6 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from scalelong.backbones import UViTConfig
-from scalelong.diffusion import SAMPLERS, Objective, get_process
-from scalelong.scaling.registry import METHODS, ScalingConfig
-from scalelong.skips.auto import AUTO, auto_kappa
-from scalelong.runs.conditioning import Conditioning
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
@@ -56,7 +50,7 @@ class ScalingSettings:
     """How the long skips are scaled; options that the method does not have are left alone."""
 
     method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls, mp_cat, layernorm, rezero, stable_tau
-    kappa: float | Literal["auto"] = 0.7  # universal, cs, cs_reversed; auto (cs): as scalelong.skips.auto chooses
+    kappa: float = 0.7  # universal, cs, cs_reversed
     allow_amplify: bool = False  # permit kappa > 1, as a control
     shared: bool = True  # ls
     reduction: int = 16  # ls
@@ -70,14 +64,27 @@ class ScalingSettings:
     tau: float = 0.1  # stable_tau
     placement: Literal["before", "after_norm"] = "before"  # after_norm: behind a GroupNorm that would cancel kappa
 
-    def __post_init__(self) -> None:
-        if self.kappa == AUTO:
-            object.__setattr__(self, "kappa", auto_kappa(self.method))
-
     def options(self) -> dict[str, Any]:
         """The options that this method takes."""
-        taken = METHODS[self.method].defaults if self.method in METHODS else {}
-        return {name: getattr(self, name) for name in taken if hasattr(self, name)}
+        return {name: getattr(self, name) for name in _TAKES.get(self.method, ("kappa", "allow_amplify"))}
+
+    @property
+    def label(self) -> str:
+        """Name of the method in tables and charts: "cs 0.7", "ls"."""
+        return f"{self.method} {self.kappa:g}" if "kappa" in self.options() else self.method
+
+
+# Options by method; methods not listed are constants with a kappa. A test holds this equal to the registry's.
+_TAKES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "rsqrt2": (),
+    "ls": ("shared", "reduction", "module", "activation", "axis", "start"),
+    "mp_cat": ("t",),
+    "layernorm": ("affine", "eps"),
+    "freeu": (),
+    "rezero": (),
+    "stable_tau": ("tau",),
+}
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,29 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
+class Conditioning:
+    """The sizes of a condition, known once the data and the encoder are; checkpoints remember them."""
+
+    num_classes: int = 0
+    null_class: bool = False  # one more class, which stands for "not told"
+    class_names: tuple[str, ...] = ()
+    text_tokens: int = 0
+    text_dim: int = 0
+    encoder: str = ""  # sha256 of the text encoder's weights
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any] | None) -> Conditioning:
+        """What a checkpoint remembers; those of before there were conditions remember nothing."""
+        known = state or {}
+        return cls(**{**known, "class_names": tuple(known.get("class_names", ()))})
+
+    @property
+    def label_rows(self) -> int:
+        """Rows of the class embedding."""
+        return self.num_classes + self.null_class
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run."""
 
@@ -154,117 +184,6 @@ class RunConfig:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
-    def checked(self, world_size: int = 1, on_gpu: bool = False) -> RunConfig:
-        """Itself, if every value makes sense and they go together; else a ValueError that names the key."""
-        ScalingConfig.create(self.scaling.method, **self.scaling.options())
-        if self.scaling.method == "freeu":
-            raise ValueError("scaling.method: 'freeu' is for sampling from a trained model; train with another method")
-        Objective(get_process(self.diffusion.process), self.diffusion.prediction)
-        for key, least in _LEAST.items():
-            value = dotted(self)[key]
-            if value < least:
-                raise ValueError(f"{key}: must be at least {least}, got {value}")
-        _check_optimizer(self.optimizer)
-        _check_condition(self.condition, self.sampling)
-        if not 0 <= self.training.ema_decay < 1:
-            raise ValueError(f"training.ema_decay: must be in [0, 1), got {self.training.ema_decay}")
-        if self.data.name.startswith("latents:") and self.sampling.clip:
-            raise ValueError("sampling.clip: latents are not bound to [-1, 1]; set it to false (--sampling.no-clip)")
-        if self.sampling.sampler and self.sampling.sampler not in SAMPLERS:
-            raise ValueError(f"sampling.sampler: unknown {self.sampling.sampler!r}; one of {', '.join(SAMPLERS)}")
-        parts = world_size * self.training.accumulate
-        if self.training.batch_size % parts:
-            raise ValueError(
-                f"training.batch_size: {self.training.batch_size} is not divisible by {world_size} ranks x "
-                f"{self.training.accumulate} micro-batches; use a multiple of {parts}"
-            )
-        if self.training.accumulate > 1 and self.training.compile == "reduce-overhead":
-            raise ValueError(
-                "training.compile: reduce-overhead replays a step in place, over the gradients that training.accumulate = "
-                f"{self.training.accumulate} adds up; use default"
-            )
-        if self.training.precision == "fp16" and not on_gpu:
-            raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
-        return self
-
-    def check_shape(self, shape: tuple[int, int, int], given: Conditioning | None = None) -> None:
-        """Refuse a model that does not fit images of this shape, before anything is built."""
-        channels, height, width = shape
-        if height != width:
-            raise ValueError(f"data.image_size: images must be square, got {height} x {width}; set data.image_size")
-        if self.model.backbone == "uvit":
-            uvit_config(self.model, channels, height, given)
-        factor = 2 ** (len(self.model.channels) - 1)
-        if self.model.backbone == "unet" and height % factor:
-            raise ValueError(
-                f"model.channels: {len(self.model.channels)} levels halve the image {len(self.model.channels) - 1} times, "
-                f"but {height} is not divisible by {factor}; use fewer levels or another data.image_size"
-            )
-
-
-def uvit_config(model: ModelSettings, channels: int, image_size: int, given: Conditioning | None = None) -> UViTConfig:
-    """The U-ViT for images of this size; its errors carry this file's keys."""
-    given = given or Conditioning()
-    try:
-        return UViTConfig(
-            image_size=image_size,
-            patch_size=model.patch_size,
-            in_channels=channels,
-            dim=model.dim,
-            depth=model.depth,
-            heads=model.heads,
-            mlp_time_embed=model.mlp_time_embed,
-            checkpointing=model.checkpointing,
-            num_classes=given.label_rows,
-            text_dim=given.text_dim,
-            text_tokens=given.text_tokens,
-        )
-    except ValueError as error:
-        raise ValueError(str(error).replace("uvit.", "model.", 1)) from None
-
-
-def _check_optimizer(optimizer: OptimizerSettings) -> None:
-    if not optimizer.lr > 0:
-        raise ValueError(f"optimizer.lr: must be positive, got {optimizer.lr}")
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ValueError(f"optimizer.betas: must lie in [0, 1), got {optimizer.betas}")
-
-
-def _check_condition(condition: ConditionSettings, sampling: SamplingSettings) -> None:
-    if not 0 <= condition.drop < 1:
-        raise ValueError(f"condition.drop: must be in [0, 1), got {condition.drop}")
-    if condition.kind == "text" and not condition.encoder:
-        raise ValueError("condition.encoder: text needs one; say minilm, a hub name or a folder of transformers")
-    if sampling.guidance < 0 or not math.isfinite(sampling.guidance):
-        raise ValueError(f"sampling.guidance: must be a number of at least 0, got {sampling.guidance}; 1 is none")
-    low, high = sampling.guidance_interval
-    if not 0 <= low < high:
-        raise ValueError(f"sampling.guidance_interval: must be 0 <= low < high, got ({low}, {high})")
-    if sampling.guidance != 1 and (condition.kind == "none" or condition.drop == 0):
-        lacks = "no condition" if condition.kind == "none" else "condition.drop 0, so no null condition"
-        raise ValueError(f"sampling.guidance: {sampling.guidance} with {lacks}; leave it at 1")
-
-
-_LEAST = {
-    "training.steps": 1,
-    "training.batch_size": 1,
-    "training.accumulate": 1,
-    "training.log_every": 1,
-    "training.checkpoint_every": 1,
-    "training.keep": 2,
-    "training.sample_every": 0,
-    "training.max_nonfinite": 0,
-    "training.seed": 0,
-    "sampling.count": 1,
-    "sampling.steps": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.clip_norm": 0,
-    "data.workers": 0,
-    "data.resident_mb": 0,
-    "model.layers_per_block": 1,
-    "condition.max_tokens": 1,
-}
 
 # What may differ when a run is continued: it changes how long a run is or what is written, not what is computed.
 MAY_CHANGE = frozenset(

@@ -17,25 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
+from scalelong.runs.oscillation import relative_oscillation, relative_spread
 from scalelong.skips.example import uncompiled, undisturbed
 
+__all__ = ["DEFAULT_EVERY", "OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
+
 DEFAULT_EVERY = 50  # steps; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
-
-
-def relative_oscillation(norms: Sequence[float]) -> float:
-    """mean |n_(k+1) - n_k| / mean n: by how much of its size a norm moves from one record to the next."""
-    if len(norms) < 2:
-        raise ValueError(f"norms: oscillation needs at least 2 records, got {len(norms)}")
-    values = torch.tensor(norms, dtype=torch.float64)
-    return float(values.diff().abs().mean() / values.mean())
-
-
-def relative_spread(values: Sequence[float]) -> float:
-    """Standard deviation over mean."""
-    if len(values) < 2:
-        raise ValueError(f"values: a spread needs at least 2 records, got {len(values)}")
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return float(tensor.std() / tensor.mean())
 
 
 _STAGES = (

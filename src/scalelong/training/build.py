@@ -15,8 +15,8 @@ from scalelong.data import to_uint8
 from scalelong.data.base import Shape
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process
-from scalelong.runs.conditioning import Conditioning
-from scalelong.runs.settings import ModelSettings, RunConfig, uvit_config
+from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig
+from scalelong.training.checks import check_shape, uvit_config
 
 ToPixels = Callable[[Tensor], Tensor]  # what a sampler gives, float (B, C, H, W), -> uint8 images
 
@@ -51,7 +51,7 @@ def build_model(config: RunConfig, shape: Shape, given: Conditioning | None = No
     The backbone is made before the gates, so every method starts from the same weights.
     """
     given = given or Conditioning()
-    config.check_shape(shape, given)
+    check_shape(config, shape, given)
     with seeded(config.training.seed):
         build = _uvit if config.model.backbone == "uvit" else _text_unet if given.text_dim else _unet
         model = build(config.model, shape, given)

@@ -19,8 +19,7 @@ from scalelong.data import Batch, Source, sample_to_item
 from scalelong.data.text import TextEncoder, encode_text
 from scalelong.diffusion import Guidance
 from scalelong.random import uniform
-from scalelong.runs.conditioning import Conditioning
-from scalelong.runs.settings import ConditionSettings, RunConfig
+from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig
 
 Given = dict[str, Any]  # keyword arguments of the network, tensors
 

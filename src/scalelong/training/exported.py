@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.data.base import Shape
-from scalelong.runs.conditioning import Conditioning
-from scalelong.runs.settings import RunConfig, ScalingSettings
+from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings
 from scalelong.runs.yaml_file import from_yaml, to_yaml
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError

@@ -17,9 +17,8 @@ from tqdm import tqdm
 
 from scalelong.data import load_source, make_loader
 from scalelong.data.grid import save_grid
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.events import CHECKPOINT_KIND, Events
-from scalelong.runs.settings import RunConfig
+from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import (
@@ -30,6 +29,7 @@ from scalelong.training.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
+from scalelong.training.checks import check_config
 from scalelong.training.condition import make_condition
 from scalelong.training.draw import draw_grid
 from scalelong.training.ema import Ema
@@ -52,7 +52,7 @@ class Trainer:
         # without the flag, ranks on CPUs do not find each other
         self.ranks = PartialState(cpu=not torch.cuda.is_available())
         self.device = self.ranks.device
-        self.config = config.checked(self.ranks.num_processes, self.device.type == "cuda")
+        self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder = Path(folder)
         self.observers = list(observers)
         with self.ranks.main_process_first():  # the others find what it fetched, unpacked or encoded

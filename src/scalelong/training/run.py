@@ -17,9 +17,8 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data.base import Shape
 from scalelong.data.images import to_uint8
 from scalelong.diffusion import Objective
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
+from scalelong.runs.settings import MAY_CHANGE, Conditioning, RunConfig, differences
 from scalelong.runs.yaml_file import from_yaml, to_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
