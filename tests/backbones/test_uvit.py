@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import scalelong
 from scalelong.backbones.uvit import SkipLinear, UViT, UViTConfig
-from scalelong.runs.conditioning import Conditioning
 from scalelong.runs.presets import get_preset
+from scalelong.runs.settings import Conditioning
 from scalelong.training.build import build_model
 
 SMALL = UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2)
