@@ -69,7 +69,7 @@ class FusedBlock(Block):
 class FusedSkipLinear(SkipLinear):
     """x Wx + b, onto which coefficient * (skip Ws) is accumulated in place."""
 
-    def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:
+    def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
         if isinstance(coefficient, Tensor):
             return super().forward(x, skip, coefficient)
         weight_x, weight_skip = torch.split(self.weight, [x.shape[-1], skip.shape[-1]], dim=1)
@@ -168,7 +168,7 @@ def _attention(qkv: Tensor, heads: int) -> Tensor:
         except Exception as error:  # noqa: BLE001  # no C compiler, no Python headers, a GPU that Triton does not support
             _failures.append(str(error))
             warnings.warn(f"the fused attention kernel failed ({error}); using torch's instead", stacklevel=2)
-    query, key, value = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    query, key, value = torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 

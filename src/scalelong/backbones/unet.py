@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,44 +67,46 @@ def _build(name: str, settings: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-_OURS = {"class_labels": "class_labels", "context": "context"}
-_DIFFUSERS = {
-    "UNet2DModel": {"class_labels": "class_labels"},
-    "UNet2DConditionModel": {"class_labels": "class_labels", "context": "encoder_hidden_states"},
-}
-
-
 @dataclass(frozen=True)
-class ModelWrapper:
-    """A model called as net(x, time, class_labels=..., context=...) -> Tensor; conditions that are None are omitted."""
+class DiffusersUNet:
+    """A UNet of diffusers called like a U-ViT: net(x, time, class_labels=..., context=...) -> Tensor."""
 
     model: nn.Module
-    names: Mapping[str, str]  # condition -> the model's keyword for it
-    options: Mapping[str, Any]  # passed in every call
 
     def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
-        given = {name: value for name, value in condition.items() if value is not None}
-        for name in given:
-            if name not in self.names:
-                takes = ", ".join(self.names)
-                raise ValueError(f"network.{name}: {type(self.model).__name__} takes {takes}; leave {name} out")
-        output = self.model(x, time, **{self.names[name]: value for name, value in given.items()}, **self.options)
-        image: Tensor = output[0] if isinstance(output, tuple) else output
+        image: Tensor = self.model(**model_inputs(self.model, x, time, **condition), return_dict=False)[0]
         return image
 
 
-def as_network(model: nn.Module) -> ModelWrapper:
-    """Wrap a U-ViT, a UNet of diffusers or any module of (x, time, class_labels=, context=), compiled or in DDP too.
+def as_network(model: nn.Module) -> Callable[..., Tensor]:
+    """The model as net(x, time, class_labels=..., context=...) -> Tensor: itself, or a wrapper of a diffusers UNet.
+
+    The model may be compiled or in DDP.
 
     >>> import torch
     >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
     >>> net(torch.randn(1, 3, 32, 32), torch.tensor([500.0])).shape
     torch.Size([1, 3, 32, 32])
     """
-    for cls in type(unwrapped(model)).__mro__:
-        if cls.__name__ in _DIFFUSERS and cls.__module__.startswith("diffusers."):
-            return ModelWrapper(model, _DIFFUSERS[cls.__name__], {"return_dict": False})
-    return ModelWrapper(model, _OURS, {})
+    return DiffusersUNet(model) if _diffusers_class(model) else model
+
+
+def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of a model for these inputs; conditions that are None are left out."""
+    given = {name: value for name, value in condition.items() if value is not None}
+    name = _diffusers_class(model)
+    if not name:
+        return {"x": x, "time": time, **given}
+    for wrong in given.keys() - {"class_labels", "context" if name == "UNet2DConditionModel" else ""}:
+        raise ValueError(f"network.{wrong}: a {name} has no such condition; leave {wrong} out")
+    renamed = {"encoder_hidden_states" if name == "context" else name: value for name, value in given.items()}
+    return {"sample": x, "timestep": time, **renamed}
+
+
+def _diffusers_class(model: nn.Module) -> str:
+    """The name of the UNet of diffusers that a model is; "" for any other model."""
+    bases = [cls.__name__ for cls in type(unwrapped(model)).__mro__ if cls.__module__.startswith("diffusers.")]
+    return next((name for name in ("UNet2DModel", "UNet2DConditionModel") if name in bases), "")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
