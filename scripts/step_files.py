@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -49,11 +50,12 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         train(replace(config, training=settings), Path(folder) / "run", [observer])
     files = observer.files
-    switches = Counter((old, new) for old, new in zip(files, files[1:], strict=False) if old != new)
-    print(f"files entered: {len(set(files))}, switches: {sum(switches.values())}")
+    switches = Counter((old, new) for old, new in pairwise(files) if old != new)
+    lines = [f"files entered: {len(set(files))}, switches: {sum(switches.values())}"]
     if listed:
-        print("\n".join(f"{count:5} calls into {name}" for name, count in Counter(files).most_common()))
-        print("\n".join(f"{count:5} x {old} -> {new}" for (old, new), count in switches.most_common()))
+        lines += [f"{count:5} calls into {name}" for name, count in Counter(files).most_common()]
+        lines += [f"{count:5} x {old} -> {new}" for (old, new), count in switches.most_common()]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
