@@ -80,6 +80,14 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
     """Write a diffusers pipeline with a model card, atomically; the scaling of `run.model` is folded if that is exact.
 
     sampler: of the exported scheduler; default: the run's, or "dpm++2m" if it has none.
+
+    >>> from dataclasses import replace
+    >>> from scalelong.runs.presets import get_preset
+    >>> from scalelong.training import load_run, train
+    >>> config = get_preset("digits-demo")
+    >>> run = load_run(train(replace(config, training=replace(config.training, steps=1, sample_every=0)), "run"))
+    >>> export_pipeline(run, "pipeline").plain  # a U-ViT: loading needs trust_remote_code=True
+    False
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
