@@ -13,8 +13,8 @@ import torch.distributed as dist
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from scalelong.backbones import UViT, UViTConfig, as_network, model_inputs
-from scalelong.backbones.unet import ddpm_cifar10, iddpm_imagenet64, text_latent
+from scalelong.backbones import UViT, UViTConfig, as_network
+from scalelong.backbones.unet import ddpm_cifar10, iddpm_imagenet64, model_inputs, text_latent
 
 TIME = torch.tensor([3.0, 640.0])
 TINY = {"sample_size": 16, "block_out_channels": (8, 8, 16, 16), "layers_per_block": 1, "norm_num_groups": 4}

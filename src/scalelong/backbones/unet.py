@@ -30,7 +30,10 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
 
 
 def iddpm_imagenet64(**changes: Any) -> nn.Module:
-    """A class-conditional 64x64 network as in IDDPM, 144M parameters: attention at 16x16 and 8x8."""
+    """A class-conditional 64x64 network as in IDDPM, 144M parameters: attention at 16x16 and 8x8.
+
+    >>> model = iddpm_imagenet64(block_out_channels=(32, 32, 32, 32), num_class_embeds=10)
+    """
     settings = {
         "sample_size": 64,
         "block_out_channels": (160, 320, 480, 640),
@@ -45,7 +48,10 @@ def iddpm_imagenet64(**changes: Any) -> nn.Module:
 
 
 def text_latent(**changes: Any) -> nn.Module:
-    """A text-to-image network on 32x32x4 latents, 261M parameters: cross attention to features of width 768."""
+    """A text-to-image network on 32x32x4 latents, 261M parameters: cross attention to features of width 768.
+
+    >>> model = text_latent(block_out_channels=(32, 32, 32, 32), attention_head_dim=2, cross_attention_dim=64)
+    """
     settings = {
         "sample_size": 32,
         "in_channels": 4,

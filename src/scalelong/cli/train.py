@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from scalelong.backbones import model_inputs
+from scalelong.backbones.unet import model_inputs
 from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
 from scalelong.data.order import caption_rows

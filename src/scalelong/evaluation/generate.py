@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scalelong.backbones import DiffusersUNet, fused
+from scalelong.backbones import fused
+from scalelong.backbones.unet import DiffusersUNet
 from scalelong.data.base import Shape
 from scalelong.data.images import to_uint8
 from scalelong.diffusion.objective import Network, Objective
