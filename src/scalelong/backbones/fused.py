@@ -39,18 +39,18 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
     torch.Size([1, 3, 8, 8])
     """
     networks = [part for part in model.modules() if isinstance(part, UViT)] if model is not None and enabled else []
-    swapped = [
-        (module, type(module), fused)
-        for network in networks
-        for module in network.modules()
-        if (fused := _fused_class(module, _has_attention_kernel(network))) is not None
-    ]
-    for module, _, fused in swapped:
-        module.__class__ = fused
+    swapped = []
+    for network in networks:
+        attention_kernel = _has_attention_kernel(network)
+        for module in network.modules():
+            fused = _fused_class(module, attention_kernel)
+            if fused is not None:
+                swapped.append((module, type(module)))
+                module.__class__ = fused
     try:
         yield
     finally:
-        for module, plain, _ in swapped:
+        for module, plain in swapped:
             module.__class__ = plain
 
 
@@ -104,29 +104,29 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _fused_class(module: nn.Module, attention_kernel: bool) -> type[nn.Module] | None:
     """The class that replaces a module's own during inference; None: it stays as it is."""
-    if type(module) is Block and _is_plain(module.mlp, Mlp) and all(map(_is_plain_linear, module.mlp.children())):
+    if type(module) is Block and _has_plain_mlp(module):
         return FusedBlock
-    if type(module) is SkipLinear and _is_plain_tensor(module.weight):
+    if type(module) is SkipLinear and _has_plain_parameters(module):
         return FusedSkipLinear
     if type(module) is Attention and attention_kernel:
         return FusedAttention
     return None
 
 
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """True if a module of exactly this class has no hooks and no replaced forward, so its call can be bypassed."""
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    everywhere = modules._global_forward_hooks or modules._global_forward_pre_hooks
-    return type(module) is kind and not own and not everywhere
+def _has_plain_mlp(block: Block) -> bool:
+    """False if bypassing the calls of the MLP's layers would miss hooks, adapters or replaced forwards."""
+    if type(block.mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return False
+    layers = (block.mlp.fc1, block.mlp.fc2)
+    hooked = [
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in (block.mlp, *layers)
+    ]
+    return not any(hooked) and all(type(layer) is nn.Linear and _has_plain_parameters(layer) for layer in layers)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    return _is_plain(module, nn.Linear) and _is_plain_tensor(module.weight) and _is_plain_tensor(module.bias)
-
-
-def _is_plain_tensor(tensor: object) -> bool:
+def _has_plain_parameters(module: nn.Module) -> bool:
     """False for quantised and sharded tensors, which are subclasses, and for an absent bias."""
-    return type(tensor) in (Tensor, nn.Parameter)
+    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module._parameters.values())
 
 
 def _has_attention_kernel(network: UViT) -> bool:

@@ -178,7 +178,7 @@ class UViT(nn.Module):
     def __init__(self, config: UViTConfig) -> None:
         super().__init__()
         self.config = config
-        dim, patch_pixels = config.dim, config.patch_size**2
+        dim, channels = config.dim, config.in_channels
         self.patch_embed = PatchEmbed(config)
         self.time_embed: nn.Module = nn.Identity()
         if config.mlp_time_embed:
@@ -193,8 +193,7 @@ class UViT(nn.Module):
         self.mid_block = Block(config)
         self.out_blocks = nn.ModuleList(Block(config, takes_skip=True) for _ in range(self.num_skips))
         self.norm = nn.LayerNorm(dim)
-        self.decoder_pred = nn.Linear(dim, patch_pixels * config.in_channels)
-        channels = config.in_channels
+        self.decoder_pred = nn.Linear(dim, config.patch_size**2 * channels)
         self.final_layer = nn.Conv2d(channels, channels, 3, padding=1) if config.final_conv else nn.Identity()
         self._initialise()
 
@@ -227,6 +226,7 @@ class UViT(nn.Module):
         return image
 
     def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        """The output of a block; with config.checkpointing, its activations are recomputed in the backward pass."""
         if self.config.checkpointing and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
             return recomputed
