@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import platform
 import shlex
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones import as_network
+from scalelong.backbones.unet import model_inputs
 from scalelong.data import load_source, make_loader
 from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
@@ -247,10 +247,8 @@ class Trainer:
         t, noise = draw_time_and_noise(process, self.config.training.seed + 1, on_device, source.shape)
         x_t, _, _ = process.diffuse(images, noise, t)
         x, time_input = process.network_input(x_t, t)
-        names = as_network(self.model).names
         condition = self.condition.at_rows(caption_rows(0, index, index, source.caption_counts))
-        first, second, *_ = inspect.signature(self.model.forward).parameters
-        return {first: x, second: time_input, **{names[name]: value for name, value in condition.items()}}
+        return model_inputs(self.model, x, time_input, **condition)
 
     # ------------------------------------------------------------------------------------------------ saving, resuming
 
