@@ -29,6 +29,7 @@ from scalelong.evaluation.statistics import (
 )
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, Trainer, sample_batches
+from scalelong.training.build import build_source
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.run import load_pixels
 
@@ -170,8 +171,7 @@ def check_count(sampling: SamplingSettings) -> None:
 
 def load_training_data(run: TrainedRun) -> Source:
     """The data that the run was trained on; refused if its fingerprint has changed."""
-    data = run.config.data
-    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    source = build_source(run.config)
     if run.data and run.data != source.fingerprint:
         raise DataError(
             f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",

@@ -122,7 +122,7 @@ def sample_batches(
     *,
     indices: Sequence[int] | None = None,  # default: 0 .. settings.count - 1
     seed: int = 0,
-    condition: Callable[[Tensor], Mapping[str, Tensor]] | None = None,  # indices (B,) -> arguments of the network
+    condition: Callable[[Tensor], Mapping[str, Any]] | None = None,  # indices (B,) -> arguments of the network
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample, for guidance
     to_pixels: ToPixels = to_uint8,
     device: str | torch.device | None = None,  # default: that of the network's parameters
