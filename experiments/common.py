@@ -33,7 +33,7 @@ from scalelong.runs.settings import (
 )
 from scalelong.stability import relative_oscillation
 from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
-from scalelong.training.checks import check_config
+from scalelong.training.build import check_config
 
 Scale = Literal["cpu", "gpu"]
 METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10

@@ -49,7 +49,7 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert main(measure) == 0
     assert "guidance 2" in capsys.readouterr().out
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
+    assert [record["sampling"]["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
     assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
     card = (tmp_path / "exported" / "README.md").read_text()

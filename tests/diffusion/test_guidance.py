@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalelong.diffusion import Guidance, Objective, get_process, guided, sample
+from scalelong.diffusion import Objective, get_process, guided, resolve_sampling
+from scalelong.runs.settings import SamplingSettings
+from tests.diffusion.gaussian_oracle import sampled
 
 NULL = {"class_labels": torch.tensor([7])}
 
@@ -46,16 +48,16 @@ def test_scale_one_is_the_network_itself() -> None:
     assert guided(net, NULL, 1.0) is net
     objective, start = Objective(get_process("vp")), torch.randn(2, 4)
     labels = torch.tensor([1, 2])
-    plain = sample(objective, net, start, steps=4, class_labels=labels)
-    assert torch.equal(sample(objective, net, start, steps=4, guidance=Guidance(1.0, NULL), class_labels=labels), plain)
+    plain = sampled(objective, net, start, steps=4, class_labels=labels)
+    assert torch.equal(sampled(objective, net, start, steps=4, null=NULL, class_labels=labels), plain)
     assert set(net.batches) == {2}
 
 
 def test_outside_the_interval_the_condition_acts_alone() -> None:
     objective, start = Objective(get_process("edm")), torch.randn(2, 4)
     net = Counting()
-    guidance = Guidance(3.0, NULL, (0.5, 10.0))
-    sample(objective, net, start, sampler="ddim", steps=12, guidance=guidance, class_labels=torch.tensor([1, 2]))
+    options = {"sampler": "ddim", "steps": 12, "guidance": 3.0, "guidance_interval": (0.5, 10.0)}
+    sampled(objective, net, start, null=NULL, class_labels=torch.tensor([1, 2]), **options)
     levels = objective.process.sampling_times(12, "").tolist()  # of EDM a time is a noise level
     assert net.batches == [4 if 0.5 <= level <= 10.0 else 2 for level in levels]
     assert {2, 4} == set(net.batches)
@@ -63,10 +65,10 @@ def test_outside_the_interval_the_condition_acts_alone() -> None:
 
 @pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
 def test_a_wrong_scale_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match=r"guidance\.scale"):
-        Guidance(scale, NULL)
+    with pytest.raises(ValueError, match=r"sampling\.guidance: must be a number of at least 0"):
+        resolve_sampling(SamplingSettings(guidance=scale), get_process("vp"))
 
 
 def test_an_empty_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"guidance\.interval: must be 0 <= low < high"):
-        Guidance(2.0, NULL, (2.0, 1.0))
+    with pytest.raises(ValueError, match=r"sampling\.guidance_interval: must be 0 <= low < high"):
+        resolve_sampling(SamplingSettings(guidance_interval=(2.0, 1.0)), get_process("vp"))

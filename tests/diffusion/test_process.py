@@ -194,9 +194,9 @@ def test_get_process_passes_options_on():
         (lambda: Cosine(-0.1), ["diffusion.process.offset", "-0.1"]),
         (lambda: EDM(sigma_max=0.001), ["diffusion.process.sigma_max", "0.001"]),
         (lambda: EDM(sigma_data=0), ["diffusion.process.sigma_data", "positive"]),
-        (lambda: DDPM().sampling_times(1001), ["diffusion.steps", "1001", "1000"]),
-        (lambda: EDM().sampling_times(5, "snr"), ["diffusion.spacing", "edm", "'snr'", "karras"]),
-        (lambda: VPSDE().sampling_times(5, "tme"), ["diffusion.spacing", "did you mean 'time'"]),
+        (lambda: DDPM().sampling_times(1001), ["sampling.steps", "1001", "1000"]),
+        (lambda: EDM().sampling_times(5, "snr"), ["sampling.spacing", "edm", "'snr'", "karras"]),
+        (lambda: VPSDE().sampling_times(5, "tme"), ["sampling.spacing", "did you mean 'time'"]),
     ],
 )
 def test_errors_name_the_key_the_value_and_the_choices(call, words):

@@ -19,14 +19,14 @@ from torch import Tensor
 from scalelong.backbones import as_network
 from scalelong.cli.main import main
 from scalelong.data.text import TextEncoder
-from scalelong.diffusion import DDPM, Objective, get_process, sample
-from scalelong.diffusion.guidance import Guidance, guided
+from scalelong.diffusion import DDPM, Objective, get_process, guided, sample
 from scalelong.pipelines import Exported, export_pipeline, scheduler_for
 from scalelong.pipelines import export as export_code
+from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.build import build_pixels
 from scalelong.training.checkpoint import CheckpointError
-from scalelong.training.run import pixels_of
+from scalelong.training.run import load_pixels
 from tests.training.tiny import tiny
 
 from .settings import UNET, setting
@@ -115,11 +115,12 @@ def test_classes_and_guidance_go_along(tmp_path: Path, interval: tuple[float, fl
     run = trained(tmp_path / "run", **setting("class", tmp_path), **changes)
     _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     noise, labels = noise_of(run), torch.tensor([4, 0, 9])
-    guidance = Guidance(3.0, {"class_labels": torch.tensor([10])}, interval)
+    null = {"class_labels": torch.tensor([10])}
 
     def net(x: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
         alpha, sigma = run.objective.process.marginal(time[:1] / 999)
-        return guidance.network(as_network(run.model), float(sigma / alpha))(x, time, **condition)
+        scale = 3.0 if interval[0] <= float(sigma / alpha) <= interval[1] else 1.0
+        return guided(as_network(run.model), null, scale)(x, time, **condition)
 
     with torch.no_grad():
         expected = reference(run, net, pipe.scheduler, noise, class_labels=labels)
@@ -179,7 +180,7 @@ def test_latents_are_decoded_by_their_autoencoder(tmp_path: Path) -> None:
     assert drawn.shape == (3, 1, 8, 8)
     assert ((drawn * 255).round() - pixels.float()).abs().max() <= 1
     Path(run.config.data.name.removeprefix("latents:")).rename(tmp_path / "elsewhere")
-    alone = pixels_of(load_run(tmp_path / "pipe"), torch.device("cpu"))(expected)
+    alone = load_pixels(load_run(tmp_path / "pipe"), torch.device("cpu"))(expected)
     assert torch.equal(alone, pixels)
 
 
@@ -187,7 +188,7 @@ def test_edm_draws_as_our_own_solver_does(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", scaling_method="cs", diffusion_process="edm", sampling_clip=False)
     _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     noise = noise_of(run)
-    expected = sample(run.objective, as_network(run.model), noise, sampler="dpm++2m", steps=STEPS)
+    expected = sample(run.objective, as_network(run.model), noise, SamplingSettings("dpm++2m", STEPS, clip=False))
     drawn = pipe(latents=noise, num_inference_steps=STEPS, output_type="latent").images
     torch.testing.assert_close(drawn, expected, rtol=1e-2, atol=1e-2)
 
@@ -197,7 +198,7 @@ def test_dpm_solver_draws_nearly_as_our_own_does(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", scaling_method="cs", sampling_sampler="dpm++2m", diffusion_prediction="x0")
     _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     noise = noise_of(run)
-    expected = sample(run.objective, as_network(run.model), noise, sampler="dpm++2m", steps=20, clip=True)
+    expected = sample(run.objective, as_network(run.model), noise, SamplingSettings("dpm++2m", 20))
     drawn = pipe(latents=noise, num_inference_steps=20, output_type="latent").images
     assert expected.std() > 0.01
     assert (drawn - expected).abs().mean() < 0.05 * expected.std()
@@ -233,7 +234,7 @@ def test_an_exported_pipeline_is_a_run_again(tmp_path: Path, changes: dict[str, 
     ours = {name: value for name, value in back.model.state_dict().items() if name != "scalelong.kappa"}  # of "none"
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (back.step, back.shape, back.data, back.sizes) == (run.step, run.shape, run.data, run.sizes)
+    assert (back.step, back.shape, back.data, back.conditioning) == (run.step, run.shape, run.data, run.conditioning)
     x, time = noise_of(run), torch.full((3,), 300.0)
     with torch.no_grad():
         torch.testing.assert_close(

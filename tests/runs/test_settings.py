@@ -6,7 +6,7 @@ import pytest
 
 from scalelong.runs.settings import RunConfig, differences, dotted, from_yaml
 from scalelong.training import PRESETS, get_preset, to_yaml
-from scalelong.training.checks import check_config, check_shape
+from scalelong.training.build import check_config, check_shape
 from tests.training.tiny import TINY, tiny
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from scalelong.cli.train import oscillation_probe
 from scalelong.runs.presets import get_preset
 from scalelong.runs.reader import read_run
 from scalelong.stability import sweep as module
@@ -33,12 +32,12 @@ def test_processes_are_joined_as_the_trainer_joins_them(tmp_path: Path, monkeypa
         return PartialState(**options)
 
     monkeypatch.setattr(module, "PartialState", join)
-    assert train_in_turn({}, tmp_path, oscillation_probe)
+    assert train_in_turn({}, tmp_path)
     assert asked == [{"cpu": not torch.cuda.is_available()}]
 
 
 def test_runs_in_parallel_are_trained_with_a_probe(tmp_path: Path) -> None:
-    train_in_parallel(sweep(tiny(training_steps=2), ["none", "ls"], [0]), tmp_path, oscillation_probe)
+    train_in_parallel(sweep(tiny(training_steps=2), ["none", "ls"], [0]), tmp_path)
     for name in ("none-seed0", "ls-seed0"):
         run = read_run(tmp_path / name)
         assert (run.last_step, bool(run.probe)) == (2, True)

@@ -72,16 +72,16 @@ def test_a_failed_write_leaves_the_older_ones_and_no_rest(tmp_path, monkeypatch)
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scalelong.training.checkpoint._sync", full)
+    monkeypatch.setattr("scalelong.files.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(tmp_path, 2, content(2), keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_a_stale_staging_folder_is_no_obstacle(tmp_path) -> None:
+def test_a_stale_staging_folder_is_removed(tmp_path) -> None:
     """What kill -9 leaves in the middle of a write."""
-    (tmp_path / ".staged-step-00000001").mkdir()
-    (tmp_path / ".staged-step-00000001" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".step-00000001-staging-ab12" / "files").mkdir(parents=True)
+    (tmp_path / ".step-00000001-staging-ab12" / "files" / "model.safetensors").write_bytes(b"half")
     save_checkpoint(tmp_path, 1, content(1), keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -92,8 +92,9 @@ def test_one_that_is_being_removed_is_none_any_more(tmp_path, monkeypatch) -> No
     with monkeypatch.context() as patched:
 
         def killed_halfway(folder: Path, **_: object) -> None:
-            (folder / "state.json").unlink()
-            raise KeyboardInterrupt
+            if folder.name.startswith(".dropped"):
+                (folder / "state.json").unlink()
+                raise KeyboardInterrupt
 
         patched.setattr(shutil, "rmtree", killed_halfway)
         with pytest.raises(KeyboardInterrupt):
@@ -123,9 +124,8 @@ def test_the_optimizer_makes_the_round_trip() -> None:
         return model, optimizer
 
     model, optimizer = trained(3)
-    names = [name for name, _ in model.named_parameters()]
     _, fresh = trained(0)
-    restore_optimizer(fresh, names, optimizer_tensors(optimizer, names))
+    restore_optimizer(fresh, model, optimizer_tensors(optimizer, model))
     for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert old.keys() == new.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(old[key], new[key]) for key in old)

@@ -1,4 +1,4 @@
-"""A conditional network draws what it is asked for, and guidance makes it do so more often."""
+"""A conditional network samples what it is asked for, and guidance makes it do so more often."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
-from scalelong.evaluation import generate
-from scalelong.runs.settings import ConditionSettings
-from scalelong.training import get_preset, load_run, train
+from scalelong.runs.settings import ConditionSettings, SamplingSettings
+from scalelong.training import get_preset, load_run, sample_images, train
 from scalelong.training.condition import choose_classes
 
 
@@ -26,21 +25,19 @@ def test_the_digit_that_was_asked_for(tmp_path) -> None:
         training=dataclasses.replace(preset.training, steps=400, checkpoint_every=400, sample_every=0),
     )
     run = load_run(train(config, tmp_path / "run"))
-    condition = choose_classes(run.config, run.sizes, [], torch.device("cpu"))
+    condition = choose_classes(run.config, run.conditioning, [], torch.device("cpu"))
     digits = load_source("digits")
     judge = KNeighborsClassifier(3).fit(digits.images.flatten(1).numpy(), digits.labels.numpy())
 
     def share(scale: float) -> float:
-        images = generate(
+        settings = SamplingSettings("dpm++2m", steps=12, count=100, guidance=scale)
+        images = sample_images(
             run.objective,
             as_network(run.model),
-            shape=run.shape,
-            num_images=100,
-            sampler="dpm++2m",
-            steps=12,
-            clip=True,
-            condition=condition.of_drawn,
-            guidance=condition.guidance(scale),
+            run.shape,
+            settings,
+            condition=condition.for_samples,
+            null=condition.null_condition(settings),
         )
         found = torch.from_numpy(judge.predict(images.flatten(1).numpy()))
         return float((found == torch.arange(100) % 10).double().mean())

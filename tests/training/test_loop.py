@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,7 +88,7 @@ def test_missing_checkpoints_are_no_reason_to_start_afresh(tmp_path) -> None:
     folder = train(tiny(training_steps=6), tmp_path / "run")
     before = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(CheckpointError, match="wrote checkpoints up to step 6, but none is there"):
+    with pytest.raises(CheckpointError, match="wrote checkpoints up to step 6, but they are missing"):
         train(tiny(training_steps=6), tmp_path / "run")
     assert (folder / "metrics.jsonl").read_text() == before
 
@@ -179,7 +180,7 @@ class TestNonFinite:
     @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
     def test_a_loss_scaler_comes_through_a_rewind(self, log_every, tmp_path, monkeypatch) -> None:
         """It refuses to unscale a second time before an update; half precision is for GPUs, but a CPU can do it."""
-        monkeypatch.setattr(RunConfig, "checked", lambda self, *_: self)
+        monkeypatch.setattr(loop, "check_config", lambda config, *_: config)
         trainer = self.trainer(tmp_path / "run", "rewind", training_precision="fp16", training_log_every=log_every)
         Poison(trainer, step=6)
         trainer.run()
@@ -217,12 +218,12 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, log_ever
 def test_waiting_for_the_device_counts_as_training_time(log_every, tmp_path, monkeypatch) -> None:
     read, clock = Pending.read, [0.0]
 
-    def waits(self: Pending, ranks: int) -> StepResult:
+    def waits(self: Pending) -> StepResult:
         clock[0] += 1
-        return read(self, ranks)
+        return read(self)
 
     monkeypatch.setattr(Pending, "read", waits)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0], strftime=time.strftime))
     folder = train(tiny(training_steps=8, training_log_every=log_every), tmp_path / "run")
     assert [r["seconds"] for r in read_events(folder)[0] if r["kind"] == "train"][-1] == 8
 
@@ -257,13 +258,13 @@ class TestLoadRun:
             load_run(folder, step=5)
         with pytest.raises(ValueError, match="must be ema or model"):
             load_run(folder, weights="best")
-        with pytest.raises(FileNotFoundError, match="is no run"):
+        with pytest.raises(FileNotFoundError, match="is not a run folder"):
             load_run(tmp_path / "elsewhere")
         shutil.rmtree(folder / "checkpoints")
         with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
             load_run(folder)
         (folder / "scalelong.json").touch()
-        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load, and no run"):
+        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load and is not a run folder"):
             load_run(folder)
 
 

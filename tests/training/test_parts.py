@@ -9,22 +9,20 @@ import pytest
 import torch
 
 from scalelong.runs.events import Events, append_event, cut_after, read_events
-from scalelong.training.build import build_model
-from scalelong.training.checks import check_config
-from scalelong.training.ema import Ema
+from scalelong.training.build import build_model, check_config
 from scalelong.training.nonfinite import Guard, NonFiniteError, describe, find_suspects
-from scalelong.training.step import learning_rate, resolve_precision, sample_indices
+from scalelong.training.step import EMA, learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
 
 
 def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    ema = Ema(model, decay=0.5)
+    ema = EMA(model, decay=0.5)
     expected = model.weight.detach().clone()
     for step in range(1, 6):
         with torch.no_grad():
             model.weight.fill_(step)
-        ema.update(model, step)
+        ema.update(step)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
         torch.testing.assert_close(ema.model.weight, expected.expand_as(model.weight))
@@ -32,7 +30,7 @@ def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
 
 
 def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
-    ema = Ema(torch.nn.Linear(1, 1), 0.9999)
+    ema = EMA(torch.nn.Linear(1, 1), 0.9999)
     assert ema.decay_at(0) == 0.1
     assert ema.decay_at(90) == 0.91
     assert ema.decay_at(10**7) == 0.9999
@@ -79,7 +77,7 @@ def test_the_bad_samples_are_named() -> None:
     suspects = find_suspects(
         torch.tensor([1.0, math.nan, math.inf]), torch.tensor([7, 8, 9]), torch.tensor([0.1, 0.2, 0.3])
     )
-    sentence = describe(5, math.nan, math.nan, [suspects])
+    sentence = describe(5, math.nan, math.nan, suspects)
     assert sentence.startswith("step 5: the loss is not finite")
     assert "samples [8, 9] at t = [0.2, 0.3]" in sentence
     assert "gradient is not finite" in describe(5, 1.0, math.inf, [])

@@ -45,12 +45,11 @@ def main(arguments: list[str]) -> None:
     folders: list[str | Path] = [*command.runs]
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if command.preset:
-        from scalelong.cli.train import oscillation_probe  # imports torch, which comparing does not need
-        from scalelong.stability.sweep import sweep, train_in_turn
+        from scalelong.stability.sweep import sweep, train_in_turn  # imports torch, which comparing does not need
 
         configs = sweep(get_preset(command.preset), command.methods, command.seeds, command.steps)
         out = Path(command.out or f"runs/compare-{command.preset}")
-        is_first_rank = train_in_turn(configs, out, oscillation_probe)
+        is_first_rank = train_in_turn(configs, out)
         folders += [out / name for name in configs]
     if not is_first_rank:
         return

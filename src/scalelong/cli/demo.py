@@ -12,7 +12,6 @@ from pathlib import Path
 
 import tyro
 
-from scalelong.cli.train import oscillation_probe
 from scalelong.report import compare_runs, read_run, write_report
 from scalelong.report.plots import plot_comparison, stack_grids
 from scalelong.report.tables import aligned, measures_table
@@ -40,7 +39,7 @@ def main(arguments: list[str]) -> None:
         preset.training, checkpoint_every=command.steps, sample_every=max(1, command.steps // 7)
     )
     configs = sweep(dataclasses.replace(preset, training=often), METHODS, [command.seed], command.steps)
-    train_in_parallel(dict(zip(METHODS, configs.values(), strict=True)), out, oscillation_probe)
+    train_in_parallel(dict(zip(METHODS, configs.values(), strict=True)), out)
     runs = [read_run(out / method) for method in METHODS]
     plot_comparison(runs, out / "comparison.png")
     stack_grids(runs, out / "samples.png")

@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
     if command.format == "diffusers":
         _export_pipeline(run, command)
         return
-    card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.sizes)
+    card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, command.out or run.folder / "export")
     shutil.copy(run.folder / CONFIG, out / CONFIG)
     (out / "README.md").write_text(card)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from scalelong.evaluation.generate import evaluating
 from scalelong.random import normal
 from scalelong.scaling.base import constant_coefficients
 from scalelong.skips import coefficients
+from scalelong.training.run import evaluating
 
 COUNT = 30  # "we randomly sample 30 Gaussian noises"
 

@@ -63,7 +63,7 @@ def export_pipeline(run: TrainedRun, folder: str | Path, weights: str = "ema", c
     staged.mkdir(parents=True)
     try:
         plain = _write(run, staged, autoencoder, scaled=bool(reason))
-        Description(run.step, weights, run.shape, not reason, run.data, run.sizes).write(staged, run.config)
+        Description(run.step, weights, run.shape, not reason, run.data, run.conditioning).write(staged, run.config)
         exported = Exported(folder, plain, reason)
         if card:
             (staged / "README.md").write_text(card)
@@ -86,7 +86,7 @@ def _fold(model: nn.Module) -> str:
 
 def _write(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None, scaled: bool) -> bool:
     """All parts and the list of them; whether plain diffusers is enough."""
-    sampling, sizes = run.config.sampling, run.sizes
+    sampling, sizes = run.config.sampling, run.conditioning
     scheduler = scheduler_for(run.objective, sampling.sampler or "dpm++2m", sampling.clip)
     scheduler.save_pretrained(folder / "scheduler")
     parts: dict[str, Entry] = {
@@ -159,8 +159,8 @@ def _gather(name: str, parts: dict[str, str]) -> None:
 
 def _write_text_encoder(run: TrainedRun, folder: Path) -> dict[str, Entry]:
     """The encoder that the run was trained with; another one would say something else."""
-    encoder = TextEncoder(run.config.condition.encoder, run.sizes.text_tokens, run.config.data.root)
-    if run.sizes.encoder and encoder.fingerprint != run.sizes.encoder:
+    encoder = TextEncoder(run.config.condition.encoder, run.conditioning.text_tokens, run.config.data.root)
+    if run.conditioning.encoder and encoder.fingerprint != run.conditioning.encoder:
         raise ValueError(
             f"condition.encoder: {encoder.name} has other weights than the run was trained with; put the right ones back"
         )

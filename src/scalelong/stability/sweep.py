@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from tqdm import tqdm
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
 from scalelong.runs.settings import RunConfig
+from scalelong.stability.probes import OscillationProbe
 from scalelong.training import Trainer
-from scalelong.training.checks import check_config
+from scalelong.training.build import check_config
 
 logger = logging.getLogger(__name__)
-
-Probe = Callable[[Trainer, int], Any]  # makes the probe of a trainer, with the steps between two records
 
 
 def sweep(
@@ -55,36 +54,37 @@ def _kappa(name: str, text: str) -> float:
         raise ValueError(f"methods: {name!r} has no number after the colon; write for example cs:0.5") from None
 
 
-def train_in_turn(configs: Mapping[str, RunConfig], out: Path, probe: Probe) -> bool:
+def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
     """Train or resume one run after the other, so that their times compare; False on all ranks but the first."""
     ranks = PartialState(cpu=not torch.cuda.is_available())  # as the trainer's: the first one made decides
     for position, (name, config) in enumerate(configs.items(), 1):
         if ranks.is_main_process:
             logger.info("run %d of %d: %s", position, len(configs), name)
-        trainer = _train(config, out / name, probe)
+        trainer = _train(config, out / name)
         if trainer.stopping:
             raise RuntimeError(f"stopped in {name} at step {trainer.step}; repeat the command to continue")
     return bool(ranks.is_main_process)
 
 
-def train_in_parallel(configs: Mapping[str, RunConfig], out: Path, probe: Probe) -> None:
+def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
     """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ProcessPoolExecutor(min(len(configs), cores), mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_train_alone, config, out / name, probe) for name, config in configs.items()]
+        futures = [pool.submit(_train_alone, config, out / name) for name, config in configs.items()]
         _show_progress(futures, configs, out)
         for future in futures:
             future.result()
 
 
-def _train_alone(config: RunConfig, folder: Path, probe: Probe) -> None:
+def _train_alone(config: RunConfig, folder: Path) -> None:
     torch.set_num_threads(1)
-    _train(config, folder, probe)
+    _train(config, folder)
 
 
-def _train(config: RunConfig, folder: Path, probe: Probe) -> Trainer:
+def _train(config: RunConfig, folder: Path) -> Trainer:
     trainer = Trainer(config, folder)
-    trainer.observers.append(probe(trainer, config.training.log_every))
+    probe = OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
+    trainer.observers.append(probe)
     trainer.run()
     return trainer
 

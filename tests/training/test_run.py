@@ -1,5 +1,8 @@
+"""Sampling from a run: images are a function of seed and index, and of nothing else."""
+
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +12,9 @@ from torch import Tensor, nn
 
 from scalelong.backbones import as_network
 from scalelong.data import to_uint8
-from scalelong.diffusion import Objective, get_process, sample
-from scalelong.diffusion.objective import Network
-from scalelong.evaluation import generate, generate_batches
+from scalelong.diffusion import Network, Objective, get_process, sample
+from scalelong.runs.settings import SamplingSettings
+from scalelong.training import sample_batches, sample_images
 
 OBJECTIVE = Objective(get_process("vp"))
 SHAPE = (1, 4, 4)
@@ -32,38 +35,39 @@ class Shrink(nn.Module):
         return self.dropout(x * self.factor) + shift
 
 
+SETTINGS = {field.name for field in dataclasses.fields(SamplingSettings)}
+
+
 def make(net: Network | None = None, **options: Any) -> Tensor:
-    return generate(OBJECTIVE, net or Shrink(), shape=SHAPE, **{"steps": 4, "seed": 7, "progress": False} | options)
+    settings = SamplingSettings(
+        **{"steps": 4, "clip": False} | {name: options.pop(name) for name in SETTINGS & options.keys()}
+    )
+    return sample_images(OBJECTIVE, net or Shrink(), SHAPE, settings, **{"seed": 7, "progress": False} | options)
 
 
 @pytest.mark.parametrize("sampler", ["dpm++2m", "ddim", "ddpm", "euler_maruyama"])
 def test_image_depends_on_seed_and_index_alone(sampler: str) -> None:
-    whole = make(num_images=13, sampler=sampler)
+    whole = make(count=13, sampler=sampler)
     assert whole.shape == (13, *SHAPE)
     assert whole.dtype == torch.uint8
     assert len(whole.flatten(1).unique(dim=0)) == 13
     for batch_size in (1, 4, 13, 100):
-        assert torch.equal(make(num_images=13, sampler=sampler, batch_size=batch_size), whole)
+        assert torch.equal(make(count=13, sampler=sampler, batch_size=batch_size), whole)
     assert torch.equal(make(indices=[11, 2, 5], sampler=sampler, batch_size=2), whole[[11, 2, 5]])
-    assert not torch.equal(make(num_images=13, sampler=sampler, seed=8), whole)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 20])
-def test_ranks_share_the_images(world_size: int) -> None:
-    parts = [make(num_images=13, batch_size=4, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert torch.equal(torch.cat(parts), make(num_images=13))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert not torch.equal(make(count=13, sampler=sampler, seed=8), whole)
 
 
 def test_images_are_those_of_the_sampler() -> None:
     index = torch.arange(5)
-    want = sample(OBJECTIVE, Shrink().eval(), (7, index, SHAPE), sampler="heun", steps=3, clip=True)
-    assert torch.equal(make(num_images=5, sampler="heun", steps=3, clip=True), to_uint8(want))
+    want = sample(OBJECTIVE, Shrink().eval(), (7, index, SHAPE), SamplingSettings("heun", steps=3))
+    assert torch.equal(make(count=5, sampler="heun", steps=3, clip=True), to_uint8(want))
 
 
 def test_every_batch_has_one_shape() -> None:
     net = Shrink()
-    batches = list(generate_batches(OBJECTIVE, net, shape=SHAPE, num_images=10, batch_size=4, steps=2, progress=False))
+    batches = list(
+        sample_batches(OBJECTIVE, net, SHAPE, SamplingSettings(count=10, batch_size=4, steps=2), progress=False)
+    )
     assert [len(batch) for batch in batches] == [4, 4, 2]
     assert set(net.batches) == {4}
 
@@ -72,30 +76,29 @@ def test_condition_follows_the_index() -> None:
     def labels(index: Tensor) -> Mapping[str, Tensor]:
         return {"label": (index % 3).float()}
 
-    whole = make(num_images=9, condition=labels)
-    assert torch.equal(make(num_images=9, condition=labels, batch_size=2), whole)
-    plain = make(num_images=9)
+    whole = make(count=9, condition=labels)
+    assert torch.equal(make(count=9, condition=labels, batch_size=2), whole)
+    plain = make(count=9)
     same = [bool(torch.equal(a, b)) for a, b in zip(whole, plain, strict=True)]
     assert same == [index % 3 == 0 for index in range(9)]
-    assert torch.equal(make(indices=[1], label=torch.ones(1)), whole[1:2])
 
 
 def test_network_is_left_in_the_mode_it_was_in() -> None:
     net = nn.Sequential(Shrink(), nn.Dropout(0.1).eval())
     inner = net[0]
-    batches = generate_batches(OBJECTIVE, inner, shape=SHAPE, num_images=4, batch_size=2, steps=2, progress=False)
+    batches = sample_batches(OBJECTIVE, inner, SHAPE, SamplingSettings(count=4, batch_size=2, steps=2), progress=False)
     next(iter(batches))
     assert [module.training for module in net.modules()] == [True, True, True, False]
-    assert torch.equal(make(inner, num_images=3), make(Shrink().eval(), num_images=3))
+    assert torch.equal(make(inner, count=3), make(Shrink().eval(), count=3))
 
 
 def test_the_module_inside_a_network_is_found() -> None:
-    """Its dropout is off while it draws, and what is drawn lives where its weights are."""
+    """Its dropout is off while it samples, and samples live where its weights are."""
     inner = Shrink()
-    assert torch.equal(make(as_network(inner), num_images=3), make(Shrink().eval(), num_images=3))
+    assert torch.equal(make(as_network(inner), count=3), make(Shrink().eval(), count=3))
     assert all(module.training for module in inner.modules())
     with pytest.raises(RuntimeError, match="unsupported autocast device_type 'meta'"):
-        make(as_network(Shrink().to("meta")), num_images=1, precision="bf16")
+        make(as_network(Shrink().to("meta")), count=1, precision="bf16")
 
 
 def test_low_precision_reaches_the_network() -> None:
@@ -106,10 +109,10 @@ def test_low_precision_reaches_the_network() -> None:
         return x
 
     for precision in ("bf16", "fp16", "fp32"):
-        make(net, num_images=1, steps=1, precision=precision)  # type: ignore[arg-type]
+        make(net, count=1, steps=1, precision=precision)  # type: ignore[arg-type]
     assert seen == [torch.bfloat16, torch.float16, torch.float32]
-    with pytest.raises(ValueError, match=r"evaluation\.precision"):
-        make(num_images=2, precision="fp8")
+    with pytest.raises(ValueError, match=r"sampling\.precision"):
+        make(count=2, precision="fp8")
 
 
 def test_diverged_networks_are_named_not_painted_black() -> None:
@@ -122,18 +125,15 @@ def test_diverged_networks_are_named_not_painted_black() -> None:
 
 
 def test_errors_come_before_the_first_batch() -> None:
-    for options, message in (
-        ({}, "either num_images or indices"),
-        ({"num_images": 3, "indices": [1]}, "either num_images or indices"),
-        ({"num_images": 0}, r"evaluation\.num_images: must be at least 1, got 0"),
-        ({"indices": [-1]}, r"evaluation\.indices"),
-        ({"num_images": 3, "batch_size": 0}, r"evaluation\.batch_size"),
-        ({"num_images": 3, "rank": 2, "world_size": 2}, r"evaluation\.rank: .* got 2"),
+    for settings, indices, message in (
+        (SamplingSettings(count=0), None, r"sampling\.count: must be at least 1, got 0"),
+        (SamplingSettings(), [-1], "indices: must be a list of numbers >= 0"),
+        (SamplingSettings(batch_size=0), None, r"sampling\.batch_size"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate_batches(OBJECTIVE, Shrink(), shape=SHAPE, **options)  # type: ignore[arg-type]
+            sample_batches(OBJECTIVE, Shrink(), SHAPE, settings, indices=indices)
 
 
 def test_plain_functions_and_no_images() -> None:
-    assert make(lambda x, time: x, num_images=2).shape == (2, *SHAPE)  # type: ignore[arg-type]
+    assert make(lambda x, time: x, count=2).shape == (2, *SHAPE)  # type: ignore[arg-type]
     assert make(indices=[]).shape == (0, *SHAPE)
