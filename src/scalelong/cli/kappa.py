@@ -23,13 +23,12 @@ from scalelong.cli.open_model import open_model
 from scalelong.data import Source, load_source
 from scalelong.data.base import Shape
 from scalelong.diffusion import get_process
-from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import DataSettings
 from scalelong.skips import is_scaled
 from scalelong.skips.auto import sum_of_squares
 from scalelong.skips.example import is_meta
 from scalelong.stability.kappa import Recommendation, recommend_kappa
-from scalelong.training import PRESETS, RunConfig, get_preset
+from scalelong.training import PRESETS, RunConfig, from_yaml, get_preset
 from scalelong.training.build import build_model
 
 matplotlib.use("Agg")
@@ -79,7 +78,8 @@ def known_config(model: str) -> RunConfig | None:
     """The configuration of a preset or a run; None for other models."""
     if model in PRESETS:
         return get_preset(model)
-    return read_config(model) if is_run(model) else None
+    path = Path(model) / "config.yaml"
+    return from_yaml(path) if path.is_file() else None
 
 
 def find_source(command: Kappa, config: RunConfig | None) -> Source:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import scalelong
 from scalelong.runs.presets import EXPECTED
-from scalelong.runs.reader import is_run
 from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call
@@ -75,7 +74,7 @@ def _find(target: str, example: Call | None) -> tuple[nn.Module, Call | None]:
     if target in PRESETS:
         return _preset(target, example), None
     folder = Path(target)
-    if is_run(folder):
+    if (folder / "config.yaml").is_file():
         return load_run(folder).model, None
     if folder.is_dir():
         return _diffusers(_component(folder)), None
