@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from scalelong.files import atomic_folder, file_digest, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
-from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, to_yaml
+from scalelong.runs.reader import checkpoints, is_run
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[s
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; choose a folder")
-    if (folder / CONFIG).is_file():
+    if is_run(folder):
         _check_same_settings(folder, config)
     elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
@@ -168,7 +168,7 @@ def _lock_folder(folder: Path) -> IO[str]:
 def _check_same_settings(folder: Path, config: RunConfig) -> None:
     if not (folder / METRICS).is_file() and not checkpoints(folder):
         return  # the run never started
-    changed = {k: v for k, v in differences(read_config(folder), config).items() if k not in MAY_CHANGE}
+    changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
     if changed:
         lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
         raise ValueError(f"out: {folder} holds a run of another configuration:\n{lines}\nchoose another folder")

@@ -49,7 +49,6 @@ from scalelong.training.step import EMA, Pending, Stepper, Window, index_batches
 
 logger = logging.getLogger(__name__)
 
-
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
 Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 

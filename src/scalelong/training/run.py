@@ -87,7 +87,7 @@ def load_run(
 def _load_exported(folder: Path, weights: str, step: int | None, device: str | torch.device) -> TrainedRun:
     config, found, model = read_exported(folder)
     if weights == "model" and found.weights != "model":
-        raise ValueError(f"weights: {folder} holds only the averaged ones; give the run itself for those as trained")
+        raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
         raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
     model.to(device).eval().requires_grad_(False)
