@@ -1,14 +1,12 @@
-"""The small parts of training: average, events, guard, rate, indices, model building."""
+"""The small parts of training: average, guard, rate, indices, model building."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
 
-from scalelong.runs.events import Events, append_event, cut_after, read_events
 from scalelong.training.build import build_model, check_config
 from scalelong.training.nonfinite import Guard, NonFiniteError, describe, find_suspects
 from scalelong.training.step import EMA, learning_rate, resolve_precision, sample_indices
@@ -34,43 +32,6 @@ def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
     assert ema.decay_at(0) == 0.1
     assert ema.decay_at(90) == 0.91
     assert ema.decay_at(10**7) == 0.9999
-
-
-def test_records_are_one_json_object_per_line(tmp_path) -> None:
-    events = Events(tmp_path, 0)
-    events.write(1, "train", {"loss": 0.5, "kappa": [1.0, 0.7]})
-    events.write(2, "train", {"loss": math.nan, "kappa": [math.nan, 1.0]})
-    events.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"step": 1, "kind": "train", "loss": 0.5, "kappa": [1.0, 0.7]},
-        {"step": 2, "kind": "train", "loss": None, "kappa": [None, 1.0]},
-    ]
-    assert list((tmp_path / "tensorboard").glob("events.*"))
-
-
-def test_a_record_after_a_torn_line_is_read_again(tmp_path) -> None:
-    append_event(tmp_path, 1, "evaluation", {"value": 3.0})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "ki')  # killed here
-    append_event(tmp_path, 3, "evaluation", {"value": float("nan")})
-    records, damaged = read_events(tmp_path)
-    assert [(record["step"], record["value"]) for record in records] == [(1, 3.0), (3, None)]
-    assert damaged == 1
-
-
-def test_what_came_after_the_checkpoint_is_cut_and_a_torn_line_dropped(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    cut_after(path, 2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_damaged_lines_are_counted(tmp_path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"no": 1}\n[1]\n{"step": "x"}\n{"step": 2}\n')
-    records, damaged = read_events(tmp_path)
-    assert [r["step"] for r in records] == [1, 2]
-    assert damaged == 4
 
 
 def test_the_bad_samples_are_named() -> None:
