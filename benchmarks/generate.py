@@ -1,4 +1,4 @@
-"""How long an evaluation takes on this machine: drawing images with U-ViT-S/2, and the Inception's features of them.
+"""How long an evaluation takes on this machine: sampling images with U-ViT-S/2, and their Inception features.
 
 python benchmarks/generate.py --num 10000 --out benchmarks/results/generate.json
 """
@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import tyro
 
-from scalelong.backbones import UViT, as_network
+from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
 from scalelong.evaluation import InceptionFeatures
 from scalelong.runs.settings import SamplingPrecision, SamplingSettings
@@ -29,7 +29,7 @@ class Benchmark:
     batch_sizes: tuple[int, ...] = (1000, 2000)
     modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
     precision: SamplingPrecision = "bf16"
-    weights: str | None = None  # the Inception's file; default: fetched
+    weights: str | None = None  # file of the Inception weights; default: fetched
     out: str = ""
 
 
@@ -37,7 +37,12 @@ def main() -> None:
     command = tyro.cli(Benchmark, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = UViT.from_preset("cifar10-s2").to(device).eval().requires_grad_(False)
+    model = (
+        UViT(UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8))
+        .to(device)
+        .eval()
+        .requires_grad_(False)
+    )
     with torch.no_grad():
         model.final_layer.weight.mul_(0.1)  # untrained weights: keep the images finite
     rows, images = [], torch.empty(0)
@@ -47,7 +52,7 @@ def main() -> None:
             settings = SamplingSettings(
                 "dpm++2m", command.steps, command.num, precision=command.precision, batch_size=batch_size
             )
-            network = (Objective(VPSDE()), as_network(net), (3, 32, 32))
+            network = (Objective(VPSDE()), net, (3, 32, 32))
             warm_up = dataclasses.replace(settings, steps=2, count=batch_size)
             sample_images(*network, warm_up, progress=False)
             started = time.perf_counter()

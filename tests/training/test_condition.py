@@ -8,9 +8,7 @@ import json
 import pytest
 import torch
 
-from scalelong.data import make_loader
-from scalelong.data.base import MemorySource
-from scalelong.data.sources import load_source
+from scalelong.data import MemorySource, load_source, make_loader
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig, SamplingSettings
 from scalelong.training import get_preset, load_run, train

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data import to_uint8
+from scalelong.data import load_source, to_uint8
 from scalelong.diffusion import Network, Objective, get_process, sample
-from scalelong.runs.settings import SamplingSettings
-from scalelong.training import sample_batches, sample_images
+from scalelong.runs.settings import ConditionSettings, SamplingSettings
+from scalelong.training import get_preset, load_run, sample_batches, sample_images, train
+from scalelong.training.condition import choose_classes
 
 OBJECTIVE = Objective(get_process("vp"))
 SHAPE = (1, 4, 4)
@@ -137,3 +139,35 @@ def test_errors_come_before_the_first_batch() -> None:
 def test_plain_functions_and_no_images() -> None:
     assert make(lambda x, time: x, count=2).shape == (2, *SHAPE)  # type: ignore[arg-type]
     assert make(indices=[]).shape == (0, *SHAPE)
+
+
+@pytest.mark.slow
+def test_a_conditional_network_samples_the_digit_that_was_asked_for(tmp_path) -> None:
+    preset = get_preset("digits-demo")
+    config = dataclasses.replace(
+        preset,
+        model=dataclasses.replace(preset.model, depth=4),
+        condition=ConditionSettings("class"),
+        training=dataclasses.replace(preset.training, steps=400, checkpoint_every=400, sample_every=0),
+    )
+    run = load_run(train(config, tmp_path / "run"))
+    condition = choose_classes(run.config, run.conditioning, [], torch.device("cpu"))
+    digits = load_source("digits")
+    judge = KNeighborsClassifier(3).fit(digits.images.flatten(1).numpy(), digits.labels.numpy())
+
+    def share(scale: float) -> float:
+        settings = SamplingSettings("dpm++2m", steps=12, count=100, guidance=scale)
+        images = sample_images(
+            run.objective,
+            as_network(run.model),
+            run.shape,
+            settings,
+            condition=condition.for_samples,
+            null=condition.null_condition(settings),
+        )
+        found = torch.from_numpy(judge.predict(images.flatten(1).numpy()))
+        return float((found == torch.arange(100) % 10).double().mean())
+
+    alone, guided = share(1.0), share(3.0)
+    assert alone > 0.3  # chance is 0.1
+    assert guided > max(0.6, alone)

@@ -7,11 +7,11 @@ import time
 
 import torch
 
-from scalelong.data import DataError, Source, load_source, make_loader
+from scalelong.data import DataError, Source, make_loader
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.training import RunConfig, to_yaml
-from scalelong.training.build import build_model, build_objective, check_config
+from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.step import Stepper
 
@@ -20,12 +20,11 @@ def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
     """Print the settings, and the cost scaled up from small steps: an order of magnitude, not a promise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
-    data = config.data
     try:
-        source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+        source = build_source(config)
         condition = make_condition(config, source, device)
     except (DataError, OSError) as error:
-        if data.name not in EXPECTED:
+        if config.data.name not in EXPECTED:
             raise
         _print_expected(config, error)
         return

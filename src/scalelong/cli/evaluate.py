@@ -26,9 +26,9 @@ from scalelong.evaluation import (
     get_extractor,
     load_condition,
     load_training_data,
-    reference_features,
     reference_statistics,
 )
+from scalelong.evaluation.evaluate import reference_features
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
 
@@ -63,8 +63,9 @@ def main(arguments: list[str]) -> None:
     features = reference_features(source, extractor, root) if command.kid else None
     found = []
     for seed in command.seeds:
-        options = {"condition": condition, "kid_reference": features}
-        evaluation = evaluate_run(run, extractor, reference, command.sampling, seed, **options)
+        evaluation = evaluate_run(
+            run, extractor, reference, command.sampling, seed, condition=condition, kid_reference=features
+        )
         append_event(run.folder, run.step, "evaluation", evaluation.record())
         found.append(evaluation)
         print(_line(run.step, evaluation))

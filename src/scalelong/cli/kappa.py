@@ -20,8 +20,7 @@ import tyro
 from scalelong import coefficients, find_skips
 from scalelong.cli.arguments import ModelName
 from scalelong.cli.open_model import open_model
-from scalelong.data import Source, load_source
-from scalelong.data.base import Shape
+from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import get_process
 from scalelong.runs.settings import DataSettings
 from scalelong.skips import is_scaled

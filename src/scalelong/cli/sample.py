@@ -21,7 +21,7 @@ import tyro
 
 from scalelong.backbones import as_network
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
-from scalelong.data.grid import save_grid
+from scalelong.data.images import save_grid
 from scalelong.evaluation import load_condition, load_training_data
 from scalelong.runs import SAMPLES
 from scalelong.training import TrainedRun, load_run, sample_images

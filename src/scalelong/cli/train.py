@@ -16,7 +16,9 @@ import tyro
 
 from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
-from scalelong.evaluation import EvaluationObserver, check_count, check_extractor, get_extractor
+from scalelong.evaluation import EvaluationObserver, get_extractor
+from scalelong.evaluation.evaluate import check_count
+from scalelong.evaluation.extractors import check_extractor
 from scalelong.stability import OscillationProbe
 from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset
 

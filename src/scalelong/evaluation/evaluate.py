@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones import as_network
-from scalelong.data import DataError, Source, load_source, pixels_of
+from scalelong.data import DataError, Source, load_source
+from scalelong.data.latents import original_images
 from scalelong.diffusion import resolve_sampling
 from scalelong.evaluation.extractors import Extractor, InceptionFeatures, metric_name
 from scalelong.evaluation.frechet import KernelDistance, check_subsets, checked_features, kernel_distance
@@ -28,6 +29,7 @@ from scalelong.evaluation.statistics import (
 )
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, Trainer, sample_batches
+from scalelong.training.build import build_source
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.run import load_pixels
 
@@ -169,8 +171,7 @@ def check_count(sampling: SamplingSettings) -> None:
 
 def load_training_data(run: TrainedRun) -> Source:
     """The data that the run was trained on; refused if its fingerprint has changed."""
-    data = run.config.data
-    source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    source = build_source(run.config)
     if run.data and run.data != source.fingerprint:
         raise DataError(
             f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
@@ -189,7 +190,7 @@ def load_condition(run: TrainedRun, source: Source) -> Condition:
 
 def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
     """(n, D) features of a data set (of latents: of their images), for KID."""
-    source = pixels_of(source, root)
+    source = original_images(source, root)
     return torch.cat([features.cpu() for features in extract(image_batches(source), extractor, len(source))])
 
 

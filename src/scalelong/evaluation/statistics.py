@@ -15,10 +15,9 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import Source
-from scalelong.data.cache import cache_dir
+from scalelong.data import Source, cache_dir
 from scalelong.data.images import threaded
-from scalelong.data.sources import pixels_of
+from scalelong.data.latents import original_images
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.frechet import (
     Array,
@@ -203,7 +202,7 @@ def reference_statistics(
     root: str | Path | None = None,  # the cache folder
 ) -> FeatureStatistics:
     """Statistics of a data set (of latents: of their images), cached by (data fingerprint, extractor hash, n)."""
-    source = pixels_of(source, root)
+    source = original_images(source, root)
     n = len(source) if num_images is None else num_images
     if not 2 <= n <= len(source):
         raise ValueError(

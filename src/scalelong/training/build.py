@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64, text_latent
-from scalelong.data import to_uint8
-from scalelong.data.base import Shape
+from scalelong.data import Shape, Source, load_source, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, dotted
@@ -147,6 +146,12 @@ def build_pixels(config: RunConfig, device: torch.device, data: str = "") -> ToP
     return lambda latents: to_uint8(autoencoder.decode(latents))
 
 
+def build_source(config: RunConfig) -> Source:
+    """The data of a run."""
+    data = config.data
+    return load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+
+
 def build_objective(config: RunConfig) -> Objective:
     """The process and what is predicted in it."""
     return Objective(get_process(config.diffusion.process), config.diffusion.prediction)
@@ -160,54 +165,42 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning | No
     conditioning = conditioning or Conditioning()
     check_shape(config, shape, conditioning)
     with seeded(config.training.seed):
-        build = _uvit if config.model.backbone == "uvit" else _text_unet if conditioning.text_dim else _unet
-        model = build(config.model, shape, conditioning)
+        if config.model.backbone == "uvit":
+            model: nn.Module = UViT(uvit_config(config.model, shape[0], shape[1], conditioning))
+        else:
+            model = _unet(config.model, shape, conditioning)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
     return model
 
 
-def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
-    return UViT(uvit_config(settings, shape[0], shape[1], conditioning))
-
-
 def _unet(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
-    """The network of DDPM, or that of IDDPM, for this shape and these channels; a class embedding is added to the time."""
-    levels = range(len(settings.channels))
-    attentive = {1} if settings.style == "ddpm" else set(levels[-2:])
-    build = ddpm_cifar10 if settings.style == "ddpm" else iddpm_imagenet64
-    model = build(
-        **_sizes(settings, shape),
-        down_block_types=tuple("AttnDownBlock2D" if level in attentive else "DownBlock2D" for level in levels),
-        up_block_types=tuple("AttnUpBlock2D" if level in attentive else "UpBlock2D" for level in reversed(levels)),
-        num_class_embeds=conditioning.label_rows or None,
-    )
-    return _checkpointed(model, settings)
-
-
-def _text_unet(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
-    """diffusers' conditional UNet with cross attention to the text at every level, 32 channels a head at the first."""
-    levels = len(settings.channels)
-    model = text_latent(
-        **_sizes(settings, shape),
-        down_block_types=("CrossAttnDownBlock2D",) * levels,
-        up_block_types=("CrossAttnUpBlock2D",) * levels,
-        attention_head_dim=max(1, settings.channels[0] // 32),
-        cross_attention_dim=conditioning.text_dim,
-    )
-    return _checkpointed(model, settings)
-
-
-def _sizes(settings: ModelSettings, shape: Shape) -> dict[str, Any]:
-    return {
+    """The UNet of DDPM or IDDPM, whose class embedding is added to the time; for text, one with cross attention."""
+    count = len(settings.channels)
+    common: dict[str, Any] = {
         "sample_size": shape[1],
         "in_channels": shape[0],
         "out_channels": shape[0],
         "block_out_channels": settings.channels,
         "layers_per_block": settings.layers_per_block,
     }
-
-
-def _checkpointed(model: Any, settings: ModelSettings) -> nn.Module:
+    model: Any
+    if conditioning.text_dim:
+        model = text_latent(
+            **common,
+            down_block_types=("CrossAttnDownBlock2D",) * count,
+            up_block_types=("CrossAttnUpBlock2D",) * count,
+            attention_head_dim=max(1, settings.channels[0] // 32),  # 32 channels per head at the first level
+            cross_attention_dim=conditioning.text_dim,
+        )
+    else:
+        with_attention = {1} if settings.style == "ddpm" else {count - 2, count - 1}
+        attention = ["Attn" if level in with_attention else "" for level in range(count)]
+        model = (ddpm_cifar10 if settings.style == "ddpm" else iddpm_imagenet64)(
+            **common,
+            down_block_types=tuple(f"{kind}DownBlock2D" for kind in attention),
+            up_block_types=tuple(f"{kind}UpBlock2D" for kind in reversed(attention)),
+            num_class_embeds=conditioning.label_rows or None,
+        )
     if settings.checkpointing:
         model.enable_gradient_checkpointing()
     return model  # type: ignore[no-any-return]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import platform
 import shlex
@@ -23,15 +22,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones import as_network
-from scalelong.data import load_source, make_loader
-from scalelong.data.grid import save_grid
-from scalelong.data.order import caption_rows
+from scalelong.backbones.unet import model_inputs
+from scalelong.data import make_loader
+from scalelong.data.images import save_grid
+from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
-from scalelong.training.build import build_model, build_objective, build_pixels, check_config
+from scalelong.training.build import build_model, build_objective, build_pixels, build_source, check_config
 from scalelong.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -64,7 +64,7 @@ class Trainer:
         self.observers = list(observers)
         data, training = config.data, config.training
         with self.ranks.main_process_first():  # the others find what it fetched, unpacked or encoded
-            self.source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+            self.source = build_source(config)
             self.condition = make_condition(config, self.source, self.device)
         self.model = build_model(config, self.source.shape, self.condition.conditioning).to(self.device)
         self._lock: IO[str] | None = None
@@ -247,10 +247,8 @@ class Trainer:
         t, noise = draw_time_and_noise(process, self.config.training.seed + 1, on_device, source.shape)
         x_t, _, _ = process.diffuse(images, noise, t)
         x, time_input = process.network_input(x_t, t)
-        names = as_network(self.model).names
         condition = self.condition.at_rows(caption_rows(0, index, index, source.caption_counts))
-        first, second, *_ = inspect.signature(self.model.forward).parameters
-        return {first: x, second: time_input, **{names[name]: value for name, value in condition.items()}}
+        return model_inputs(self.model, x, time_input, **condition)
 
     # ------------------------------------------------------------------------------------------------ saving, resuming
 

@@ -6,8 +6,6 @@ depend on the batch size. Shapes: N images uint8 (N, C, H, W), B in a batch.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.data import to_uint8
-from scalelong.data.base import Shape
+from scalelong.backbones import as_network, fused
+from scalelong.data import Shape, to_uint8
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
-from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
+from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
 
 
@@ -97,11 +94,10 @@ def _load_exported(folder: Path, weights: str, step: int | None, device: str | t
 
 def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
     """The function from samples of the run to uint8 images; loads the autoencoder of a run on latents."""
-    if is_exported(run.folder) and (run.folder / AUTOENCODER).is_dir():
-        scale = float(json.loads((run.folder / "model_index.json").read_text())["latent_scale"])
-        autoencoder = load_autoencoder(run.folder / AUTOENCODER, device, scale)
-        return lambda latents: to_uint8(autoencoder.decode(latents))
-    return build_pixels(run.config, device, run.data)
+    autoencoder = exported_autoencoder(run.folder, device)
+    if autoencoder is None:
+        return build_pixels(run.config, device, run.data)
+    return lambda latents: to_uint8(autoencoder.decode(latents))
 
 
 def sample_images(
@@ -126,7 +122,7 @@ def sample_batches(
     *,
     indices: Sequence[int] | None = None,  # default: 0 .. settings.count - 1
     seed: int = 0,
-    condition: Callable[[Tensor], Mapping[str, Tensor]] | None = None,  # indices (B,) -> arguments of the network
+    condition: Callable[[Tensor], Mapping[str, Any]] | None = None,  # indices (B,) -> arguments of the network
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample, for guidance
     to_pixels: ToPixels = to_uint8,
     device: str | torch.device | None = None,  # default: that of the network's parameters
@@ -137,17 +133,18 @@ def sample_batches(
     chosen = torch.as_tensor(range(settings.count) if indices is None else indices, dtype=torch.int64)
     if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):
         raise ValueError(f"indices: must be a list of numbers >= 0, got {indices!r}")
-    module = net if isinstance(net, nn.Module) else getattr(net, "model", nn.Module())
+    module: nn.Module | None = net if isinstance(net, nn.Module) else getattr(net, "model", None)
     if device is None:
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        parameter = next(module.parameters(), None) if module is not None else None
+        device = "cpu" if parameter is None else parameter.device
     device = torch.device(device)
-    if settings.compile:
-        compiled: Any = torch.compile(module)
-        net = compiled if net is module else dataclasses.replace(net, model=compiled)  # type: ignore[type-var]
+    if settings.compile and module is not None:
+        net = as_network(torch.compile(module))  # type: ignore[arg-type]
     context = autocast(device, DTYPES[settings.precision])
+    fast = device.type == "cuda" and settings.precision != "fp32"
 
     def make(index: Tensor) -> Tensor:
-        with evaluating(module), context:
+        with evaluating(module), context, fused.inference(module, enabled=fast):
             given = condition(index) if condition else {}
             return sample(objective, net, (seed, index, shape), settings, null=null, **given)
 
@@ -178,9 +175,9 @@ def _batches(
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module | None) -> Iterator[None]:
     """Eval mode inside (dropout and the like are off); every submodule's mode is restored afterwards."""
-    training = [part for part in module.modules() if part.training]
+    training = [part for part in module.modules() if part.training] if module is not None else []
     for part in training:
         part.training = False
     try:

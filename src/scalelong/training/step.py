@@ -204,8 +204,8 @@ class EMA:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Average in the weights after optimizer step `step`, counted from 1; buffers are copied."""
-        average, weights = list(self.model.parameters()), list(self.source.parameters())
-        torch._foreach_lerp_(average, weights, 1 - self.decay_at(step))
+        average: list[Tensor] = [*self.model.parameters()]
+        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - self.decay_at(step))
         for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
 
