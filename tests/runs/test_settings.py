@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scalelong.training.checks import check_config, check_shape
 
-from scalelong.training import PRESETS, get_preset, to_yaml
 from scalelong.runs.settings import RunConfig, differences, dotted
 from scalelong.runs.yaml_file import from_yaml
+from scalelong.training import PRESETS, get_preset, to_yaml
+from scalelong.training.checks import check_config, check_shape
 from tests.training.tiny import TINY, tiny
 
 

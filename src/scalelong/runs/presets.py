@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Mapping
 
 from scalelong.runs.settings import (
+    Conditioning,
     ConditionSettings,
     DataSettings,
     DiffusionSettings,
@@ -17,7 +18,6 @@ from scalelong.runs.settings import (
     ScalingSettings,
     TrainingSettings,
 )
-from scalelong.runs.settings import Conditioning
 
 _CIFAR10 = RunConfig(
     data=DataSettings("cifar10"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from scalelong.runs.oscillation import relative_oscillation, relative_spread
 from scalelong.runs.events import read_events
+from scalelong.runs.oscillation import relative_oscillation, relative_spread
 from scalelong.runs.settings import RunConfig
 from scalelong.runs.yaml_file import from_yaml
 

@@ -10,12 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scalelong.backbones import UViTConfig
-from scalelong.diffusion import SAMPLERS, Objective, get_process
-from scalelong.scaling.registry import METHODS, ScalingConfig
-from scalelong.skips.auto import AUTO, auto_kappa
-from scalelong.runs.settings import Conditioning
-
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
 OnNonFinite = Literal["raise", "skip", "rewind"]
