@@ -24,7 +24,7 @@ from output import Claim, dress, print_claims, print_table, save, write_csv, wri
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.robustness import robustness_curve
+from scalelong.lab.trained import robustness_curve
 from scalelong.runs.reader import RunSeries
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run

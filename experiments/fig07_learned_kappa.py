@@ -20,7 +20,7 @@ from torch import Tensor
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
-from scalelong.lab.learned import fit_cs, learned_coefficients
+from scalelong.lab.trained import fit_cs, learned_coefficients
 from scalelong.runs.reader import RunSeries
 from scalelong.scaling.base import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa

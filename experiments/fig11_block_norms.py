@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from scalelong.data import load_source, make_loader
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import matrices
-from scalelong.lab.segment import power_iteration
+from scalelong.lab.bounds import power_iteration
+from scalelong.lab.matrix_unet import MatrixUNet, matrices
 
 NAME = "fig11-block-norms"
 SKIPS, POINTS = 6, 10
@@ -125,7 +124,7 @@ def composed_norm(model: MatrixUNet, index: int, inputs: Tensor) -> float:
     encode, decode = matrices(model.a[index - 1]), matrices(model.b[index - 1])
     if len(encode) == len(decode) == 1 and model.width <= 512:
         return float(torch.linalg.matrix_norm((decode[0] @ encode[0]).detach().double(), ord=2))
-    block = model.composed(index)
+    block = nn.Sequential(model.a[index - 1], model.b[index - 1])
     return max(power_iteration(block, point, 20)[0] for point in inputs[:2])
 
 

@@ -70,13 +70,6 @@ def test_apply_and_coefficients_mean_the_same() -> None:
     assert not torch.allclose(expected, plain)
 
 
-def test_composed_is_b_after_a_of_the_same_skip() -> None:
-    model = build()
-    for i in (1, 2, 3):
-        expected = stacked(matrices(model.b[i - 1]), stacked(matrices(model.a[i - 1]), inputs()))
-        torch.testing.assert_close(model.composed(i)(inputs()), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_weights_are_normal_with_variance_two_over_width() -> None:
     torch.manual_seed(0)
     model = MatrixUNet(width=128, layers=2, num_skips=2)
@@ -100,6 +93,3 @@ def test_wrong_inputs_are_refused() -> None:
         model(torch.zeros(2, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"matrix_unet\.coefficients: 2 given, the network has 3 skips"):
         model(inputs(), [1.0, 1.0])
-    for index in (0, 4):
-        with pytest.raises(ValueError, match=rf"matrix_unet\.index: must be from 1 to 3, got {index}"):
-            model.composed(index)

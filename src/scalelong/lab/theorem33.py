@@ -155,7 +155,7 @@ def _about_residual(table: list[dict[str, Any]], sweep: list[dict[str, Any]]) ->
     )
     by_kappa = ", ".join(f"{row['high']:.1f} ({row['kappa']})" for row in sweep if row["sent"] == "residual")
     return judge(
-        "The same with the true residual UNet(x) - eps",
+        "Theorem 3.3, the same with the true residual UNet(x) - eps",
         "the same constants (Lemma B.11)",
         f"largest ratio with kappa = 1 {_listed(none)}; with cs(0.7) {_listed(cs)}; cs at N = 8 by kappa: {by_kappa}",
         none[-1][1] > 1.5 * none[0][1],
@@ -182,7 +182,8 @@ def figure(data: Mapping[str, Any]) -> Figure:
     for sent, colour in (("residual", "tab:blue"), ("fixed", "tab:orange")):
         rows = [row for row in data["sweep"] if row["sent"] == sent]
         label = "true residual" if sent == "residual" else "independent residual"
-        kappa.fill_between(*_columns(rows, "kappa", "low", "high"), color=colour, alpha=0.35, label=label)
+        at, low, high = _columns(rows, "kappa", "low", "high")
+        kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=label)
     kappa.set_yscale("log")
     kappa.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     kappa.minorticks_off()

@@ -253,7 +253,7 @@ def figure(data: Mapping[str, Any]) -> Figure:
 
 def _plot_shares(axes: Axes, data: Mapping[str, Any]) -> None:
     """Histograms of measured / bound, and the counterexample to the printed form beyond 1."""
-    bins = np.logspace(-12, 2, 57)
+    bins = np.logspace(-12, 2, 57).tolist()
     for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
         shares = _shares(data["cases"], bound)
         values = [min(share, 1 - 1e-9) if share <= TOLERANCE else share for share in shares]  # 1 belongs to the left
