@@ -23,8 +23,8 @@ import tyro
 from torch import nn
 
 from scalelong.cli.train import oscillation_probe
+from scalelong.runs.oscillation import PROBE_EVERY
 from scalelong.stability import OscillationProbe
-from scalelong.stability.probes import DEFAULT_EVERY
 from scalelong.training import RunConfig, Trainer, get_preset
 from scalelong.training.step import sample_indices
 
@@ -47,20 +47,20 @@ def main() -> None:
     )
     clock = time.perf_counter if on_gpu else time.process_time
     seconds: dict[str, list[float]] = {"plain": [], "probed": []}
-    probe = TimedProbe(oscillation_probe(trainer, DEFAULT_EVERY), clock)
+    probe = TimedProbe(oscillation_probe(trainer, PROBE_EVERY), clock)
     run_window(trainer, 0, probe)
     probe.seconds.clear()
     for window in range(1, 2 * command.windows + 1):
         kind = "probed" if window % 2 else "plain"
         started = clock()
         run_window(trainer, window, probe if kind == "probed" else None)
-        seconds[kind].append((clock() - started) / DEFAULT_EVERY)
+        seconds[kind].append((clock() - started) / PROBE_EVERY)
     plain, probed, measurement = min(seconds["plain"]), min(seconds["probed"]), median(probe.seconds)
-    share = measurement / (DEFAULT_EVERY * plain)
+    share = measurement / (PROBE_EVERY * plain)
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
         "torch": torch.__version__,
-        "every": DEFAULT_EVERY,
+        "every": PROBE_EVERY,
         "blocks": len(probe.probe.blocks),
         "plain_ms_per_step": plain * 1e3,
         "probed_ms_per_step": probed * 1e3,
@@ -103,8 +103,8 @@ def configured(name: str, on_gpu: bool) -> RunConfig:
 
 def run_window(trainer: Trainer, window: int, probe: TimedProbe | None) -> None:
     """As many steps as lie between two measurements, and one measurement if there is a probe."""
-    for number in range(1, DEFAULT_EVERY + 1):
-        step = window * DEFAULT_EVERY + number
+    for number in range(1, PROBE_EVERY + 1):
+        step = window * PROBE_EVERY + number
         index = sample_indices(trainer.config, step, 0, 0, 1)
         pending = trainer.stepper.compute(step, trainer.loader.batches([index]), stop=False)
         trainer.stepper.update(pending)

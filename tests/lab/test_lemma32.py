@@ -53,7 +53,7 @@ def test_monte_carlo_tells_uniform_data_from_others() -> None:
 
 def test_study_is_deterministic_and_reports_what_fails() -> None:
     found = study(quick=True)
-    assert found == study(quick=True)
+    assert found.findings == study(quick=True).findings
     assert [f.verdict.split(":")[0] for f in found.findings] == [
         "holds",
         "holds",

@@ -57,7 +57,7 @@ def test_hidden_features_follow_the_recursion(layers: int, kappa: list[float] | 
     assert len(hidden) == 4
     for i, value in enumerate(hidden):
         torch.testing.assert_close(value, expected[i], rtol=1e-12, atol=1e-12)
-    assert torch.equal(model(inputs(), kappa), hidden[0])
+    torch.testing.assert_close(model(inputs(), kappa), hidden[0], rtol=1e-12, atol=1e-12)
 
 
 def test_apply_and_coefficients_mean_the_same() -> None:

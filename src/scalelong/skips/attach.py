@@ -12,7 +12,6 @@ from torch import nn
 
 from scalelong.scaling.base import Description, Scaling
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.auto import AUTO, auto_kappa, log_choice
 from scalelong.skips.branches import residual_branches
 from scalelong.skips.example import as_call, is_meta
 from scalelong.skips.example_inputs import generated_example
@@ -124,17 +123,13 @@ def apply(
     Skips found this way are checked by `verify` before `apply` returns: 2N + 3 more runs of deep copies, most with gradients.
     placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
     on the skip's channels behind the norm, and on the shortcut's input; for constant methods.
-    kappa="auto" for "cs": see `scalelong.skips.auto`.
     """
     call = None if example is None else as_call(example)
-    automatic = options.get("kappa") == AUTO
-    config = ScalingConfig.create(method, **(options | {"kappa": auto_kappa(method)} if automatic else options))
+    config = ScalingConfig.create(method, **options)
     if isinstance(model, nn.Module):
         check_unwrapped(model)
         check_unscaled(model)
     skips, detected = _find(model, call)
-    if automatic:
-        log_choice(len(skips), call)
     if placement != "before":
         skips = _placed(model, skips, config, placement, call)
     if config.needs == "operands":
