@@ -1,10 +1,10 @@
-"""What the oscillation probe costs at its default interval: training steps with and without it, interleaved in one run.
+"""Cost of the oscillation probe at its default interval: training steps with and without it, interleaved in one run.
 
     python benchmarks/probe_overhead.py --out benchmarks/results/probe_overhead_cpu.json
 
 Windows of steps alternate between the two, so that a machine that slows down slows both; the fastest of each kind are
-compared, and how far plain windows differ among themselves tells what that comparison is worth. A window holds exactly one
-measurement of the probe, which is also timed by itself: its share of a window's plain time is the overhead.
+compared, and the spread of the plain windows shows how reliable that comparison is. A window contains exactly one
+measurement of the probe, which is also timed on its own: its share of a window's plain time is the overhead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scalelong.training.step import sample_indices
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is on the command line."""
+    """Command-line options."""
 
     preset: str = ""  # default: digits-demo on a CPU, cifar10-uvit-s2 at batch 64 with CUDA graphs on a GPU
     windows: int = 8  # of each kind

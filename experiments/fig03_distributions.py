@@ -142,10 +142,10 @@ def noise_claim(points: list[dict[str, Any]]) -> Claim:
         for sigma in (0.05, 0.2)
     )
     wins = {method: sum(growth[method, s] < growth["none", s] for s in sigmas) for method in ours}
-    told = ", ".join(f"{method} at {count} of {len(sigmas)} sizes" for method, count in wins.items())
+    listed = ", ".join(f"{method} at {count} of {len(sigmas)} sizes" for method, count in wins.items())
     return Claim(
         "CS and LS resist extra noise better than the original (Fig. 3c)",
-        f"growth of the loss, mean over seeds: {shown}; below none: {told}",
+        f"growth of the loss, mean over seeds: {shown}; below none: {listed}",
         all(count == len(sigmas) for count in wins.values()),
     )
 

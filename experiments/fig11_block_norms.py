@@ -63,10 +63,10 @@ def main() -> None:
     draw(rows, out / "fig11.png")
     claims = [claim for kind in map(str, VARIANTS) for claim in judged([r for r in rows if r["network"] == kind], kind)]
     steps, name = steps_of(options), data_name(options)
-    told = (
+    setup = (
         f"matrix UNet, N = {SKIPS}, m = {rows[0]['width']}, {name}, {steps} steps of Adam at {options.lr:g}, batch 64"
     )
-    write_summary(out, claims, told, table=averages(rows))
+    write_summary(out, claims, setup, table=averages(rows))
     print_claims(claims)
     print()
     print_table(averages(rows))
