@@ -13,7 +13,6 @@ from scalelong.lab.theorem31 import (
     fit_line,
     hidden_squared,
     index_effect,
-    mean_hidden_squared,
     measure_ratios,
     rho_of,
     skip_weights,
@@ -28,6 +27,13 @@ def test_all_sets_at_once_equal_the_network() -> None:
     for s, row in enumerate(sets.tolist()):
         for i, hidden in enumerate(model.hidden(x, row)):
             torch.testing.assert_close(found[i, s], hidden.double().square().sum(1), rtol=1e-4, atol=0)
+
+
+def mean_hidden_squared(coefficients: list[float], i: int, gain: float) -> float:
+    """E||h_i||^2 / ||x||^2 over the weights, as derived in theorem31.py."""
+    n = len(coefficients)
+    skips = sum(coefficients[j - 1] ** 2 * gain ** (2 * j - i) for j in range(i + 1, n + 1))
+    return skips + gain ** (2 * n + 1 - i)
 
 
 def test_mean_formula_solves_the_recursion() -> None:

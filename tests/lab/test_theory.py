@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scalelong.lab import STUDIES, Study, draw, markdown_table, run_study, text_table, write
+from scalelong.lab import STUDIES, Study, as_text, draw, markdown_table, run_study, write
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:
             assert picture.convert("L").getextrema()[0] < 100  # something is drawn
 
 
-def test_tables_hold_every_word(studies: list[Study]) -> None:
+def test_texts_contain_every_word(studies: list[Study]) -> None:
     findings = studies[0].findings
-    words = text_table(findings).split()
+    words = as_text(findings).split()
     for finding in findings:
         assert set(finding.measurement.split()) <= set(words)
     rows = markdown_table(findings).splitlines()

@@ -1,4 +1,4 @@
-"""Check the paper's lemma and theorems numerically: a table, one figure per statement, JSON and CSV.
+"""Check the paper's lemma and theorems numerically: findings, one figure per statement, JSON and CSV.
 
 Example: scalelong theory --out runs/theory
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from scalelong.lab import draw, text_table, verify_theory, write
+from scalelong.lab import as_text, draw, verify_theory, write
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Theory:
 
 
 def main(arguments: list[str]) -> None:
-    """Verify, tabulate, plot."""
+    """Verify, print, plot."""
     command = tyro.cli(Theory, args=arguments, prog="scalelong theory", description=__doc__)
     out = Path(command.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     studies = verify_theory(command.quick, command.seed)
     files = write(studies, out)
-    print(text_table([finding for study in studies for finding in study.findings]))
+    print(as_text([finding for study in studies for finding in study.findings]))
     for study in studies:
         print(f"picture  {draw(study, out)}")
     print(f"numbers  {', '.join(map(str, files))}")

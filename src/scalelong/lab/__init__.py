@@ -15,7 +15,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ from matplotlib.figure import Figure
 
 from scalelong.files import write_text
 
-__all__ = ["STUDIES", "Finding", "Study", "draw", "run_study", "text_table", "verify_theory", "write"]
+__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
 
 STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
 LONGEST_FIRST = ("theorem31", "theorem34", "theorem33", "lemma32")
 METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
-_WIDTHS = {"statement": 32, "prediction": 30, "measurement": 52, "verdict": 40}  # columns of the text table
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,9 @@ class Study:
     name: str
     findings: tuple[Finding, ...]
     data: Mapping[str, Any]
+
+
+COLUMNS = [field.name for field in fields(Finding)]
 
 
 def judge(statement: str, prediction: str, measurement: str, supported: bool, verdict: str = "holds") -> Finding:
@@ -82,20 +84,15 @@ def _single_threaded(name: str, quick: bool, seed: int) -> Study:
     return run_study(name, quick, seed)
 
 
-def text_table(findings: Sequence[Finding]) -> str:
-    """The findings as a text table with wrapped cells."""
-    rule = "  ".join("-" * width for width in _WIDTHS.values())
-    lines = ["  ".join(name.ljust(width) for name, width in _WIDTHS.items()), rule]
+def as_text(findings: Sequence[Finding], width: int = 100) -> str:
+    """The findings, one paragraph each."""
+    lines: list[str] = []
     for finding in findings:
-        cells = [textwrap.wrap(asdict(finding)[name], width) for name, width in _WIDTHS.items()]
-        for row in range(max(map(len, cells))):
-            parts = (
-                (cell[row] if row < len(cell) else "").ljust(width)
-                for cell, width in zip(cells, _WIDTHS.values(), strict=True)
-            )
-            lines.append("  ".join(parts).rstrip())
-        lines.append(rule)
-    return "\n".join(lines)
+        lines += ["", *textwrap.wrap(finding.statement, width)]
+        for key in ("prediction", "measurement", "verdict"):
+            indent = f"  {key.ljust(13)}"
+            lines += textwrap.wrap(getattr(finding, key), width, initial_indent=indent, subsequent_indent=" " * 15)
+    return "\n".join(lines[1:])
 
 
 def markdown_table(findings: Sequence[Finding]) -> str:
@@ -104,15 +101,15 @@ def markdown_table(findings: Sequence[Finding]) -> str:
     def row(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '&#124;').replace('*', '&#42;') for cell in cells)} |"
 
-    head = [row(list(_WIDTHS)), row(["---"] * len(_WIDTHS))]
-    return "\n".join(head + [row([asdict(finding)[name] for name in _WIDTHS]) for finding in findings]) + "\n"
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(list(asdict(finding).values()) for finding in findings)]
+    return "\n".join(map(row, rows)) + "\n"
 
 
 def write(studies: Sequence[Study], folder: Path) -> list[Path]:
     """Write theory.json (all numbers), theory.csv and theory.md (the table)."""
     findings = [finding for study in studies for finding in study.findings]
     table = io.StringIO()
-    writer = csv.DictWriter(table, list(_WIDTHS), lineterminator="\n")
+    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(finding) for finding in findings)
     texts = {

@@ -1,5 +1,10 @@
 """Theorem 3.1: ||h_i||^2 lies within (1 -/+ rho)^2 [c_1 ||x||^2 sum_j kappa_j^2 + c_2] (Eq. 4; Eq. 50 of its proof).
 
+Exact mean over the weights, at every width m, with gain g: each block's last matrix is independent of the skip and has mean
+zero, so squares add without a cross term: E||h_(i-1)||^2 = g (kappa_i^2 g^i ||x||^2 + E||h_i||^2), hence
+
+    E||h_i||^2 = ||x||^2 [sum_{j > i} kappa_j^2 g^(2j - i) + g^(2N + 1 - i)]
+
 Shapes: R networks, N skips, S sets of coefficients, i the index of h_i.
 """
 
@@ -55,19 +60,6 @@ def hidden_squared(model: MatrixUNet, x: Tensor, sets: Tensor) -> Tensor:
     """||h_i||^2 for every set of coefficients, (N + 1, S, B) float64; the encoder runs once for all sets."""
     hidden = model.hidden(x, list(sets.to(x.dtype).T[:, :, None, None]))
     return torch.stack([h.double().square().sum(-1).expand(len(sets), -1) for h in hidden])
-
-
-def mean_hidden_squared(coefficients: Sequence[float], i: int, gain: float) -> float:
-    """E||h_i||^2 / ||x||^2 over the weights, exact at every width m:
-
-        u_i = sum_{j > i} kappa_j^2 g^(2j - i) + g^(2N + 1 - i)
-
-    The last matrix of the inner summand is independent of the skip and has mean zero, so squares add without a cross term:
-    u_(i-1) = g (kappa_i^2 g^i + u_i), u_N = g^(N+1). At g = 1 this is Eq. 50 with c_1 = 1 and c_2 = ||x||^2.
-    """
-    n = len(coefficients)
-    skips = sum(coefficients[j - 1] ** 2 * gain ** (2 * j - i) for j in range(i + 1, n + 1))
-    return float(skips + gain ** (2 * n + 1 - i))
 
 
 def feedforward_spread(width: int, layers: int, num_blocks: int) -> float:
@@ -136,8 +128,6 @@ def _fit(num_skips: int, width: int, networks: int, seed: int) -> dict[str, Any]
     total, half = squares.sum(1), num_skips // 2
     slopes = torch.tensor([fit_line(total, one[0])["slope"] for one in ratios[UNIT]])
     paper = ratios[PAPER].mean(0)[0] / PAPER ** (2 * num_skips + 1)
-    exact = torch.tensor([mean_hidden_squared(row, 0, PAPER) for row in sets.tolist()])
-    exact = exact.double() / PAPER ** (2 * num_skips + 1)
     return {
         "num_skips": num_skips,
         "width": width,
@@ -148,9 +138,7 @@ def _fit(num_skips: int, width: int, networks: int, seed: int) -> dict[str, Any]
         "slope_error": float(slopes.std() / math.sqrt(networks)),
         "from_i": fit_line(squares[:, half - 1 :].sum(1), mean[half]),
         "from_next": fit_line(squares[:, half:].sum(1), mean[half]),
-        "paper": paper.tolist(),
         "paper_fit": fit_line(total, paper),
-        "weighted_fit": fit_line(exact, paper),
     }
 
 
@@ -188,19 +176,13 @@ def _spread(quick: bool, seed: int) -> dict[str, Any]:
     return {
         "widths": list(widths),
         "by_width": by_width,
-        "gaussian_by_width": [_gaussian_rho(width, 2) for width in widths],
+        "gaussian_by_width": [1.96 * feedforward_spread(width, LAYERS, 5) / 2 for width in widths],  # half the square's
         "width_slope": _log_slope(tuple(widths), [one for one, _ in by_width]),
         "depths": list(depths),
         "at_width": at,
         "by_depth": by_depth,
-        "gaussian_by_depth": [_gaussian_rho(at, n) for n in depths],
         "depth_slope": _log_slope(depths, [one for one, _ in by_depth]),
     }
-
-
-def _gaussian_rho(width: int, num_skips: int) -> float:
-    """rho of the path through the middle (all kappa = 0) if its spread were Gaussian: half that of the square."""
-    return 1.96 * feedforward_spread(width, LAYERS, 2 * num_skips + 1) / 2
 
 
 def _log_slope(x: Sequence[int], y: Sequence[float]) -> float:
