@@ -57,8 +57,18 @@ def known_config(name: str) -> RunConfig | None:
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
     """Open a model by name; `shapes` are those of an example input, for unknown classes."""
     example = as_call(tuple(example_tensor(shape) for shape in shapes)) if shapes else None
-    model, own_example = _find(name, example)
-    example = example or own_example
+    folder = Path(name)
+    if name in PRESETS:
+        model = _from_preset(name, example)
+    elif (folder / "config.yaml").is_file():
+        model = load_run(folder).model
+    elif folder.is_dir():
+        model = _from_diffusers(folder)
+    elif ":" in name:
+        model, own_example = _from_callable(name)
+        example = example or own_example
+    else:
+        raise AssertionError(get_preset(name))  # raises, with the nearest name
     if example is not None:
         return Opened(model, example, example)
     try:
@@ -75,10 +85,10 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
 def count_skips(name: str, shapes: Sequence[str], data_shape: tuple[int, int, int]) -> int:
     """The number of long skips; the model of a preset or run is built on the meta device."""
     config = known_config(name)
-    if config is not None and config.condition.kind != "text":
-        with torch.device("meta"):
-            return len(scalelong.find_skips(build_model(config, data_shape)))
-    return len(open_model(name, shapes).skips())
+    if config is None or config.condition.kind == "text":
+        return len(open_model(name, shapes).skips())
+    with torch.device("meta"):
+        return len(scalelong.find_skips(build_model(config, data_shape)))
 
 
 def example_tensor(text: str) -> Tensor:
@@ -96,25 +106,11 @@ def example_tensor(text: str) -> Tensor:
     return torch.zeros(sizes, dtype=kind)
 
 
-def _find(name: str, example: Call | None) -> tuple[nn.Module, Call | None]:
-    folder = Path(name)
-    if name in PRESETS:
-        return _from_preset(name, example), None
-    if (folder / "config.yaml").is_file():
-        return load_run(folder).model, None
-    if folder.is_dir():
-        return _from_diffusers(folder), None
-    if ":" in name:
-        return _from_callable(name)
-    raise AssertionError(get_preset(name))  # raises, with the nearest name
-
-
 def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
     shape, conditioning = EXPECTED.get(config.data.name, (SHAPES.get(config.data.name), Conditioning()))
     if example is not None:
-        channels, height, width = example[0][0].shape[1:]
-        shape = (channels, height, width)
+        shape = tuple(example[0][0].shape[1:])
     if shape is None:
         raise ValueError(f"shape: the image size of {config.data.name} is not known; pass --shape 1,3,32,32")
     return _small_or_meta(lambda: build_model(config, shape, conditioning))
