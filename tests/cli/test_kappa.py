@@ -40,7 +40,7 @@ def plain_uvit() -> torch.nn.Module:
 
 def test_the_command_serves_any_model_with_data(tmp_path, capsys) -> None:
     name = f"{__name__}:plain_uvit"
-    assert main(["kappa", name, "--data", "digits", "--samples", "200", "--out", str(tmp_path)]) == 0
+    assert main(["kappa", name, "--data", "digits", "--num-samples", "200", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "skips N                   4" in out
     assert "recommended  0.7" in out
@@ -62,5 +62,5 @@ def test_the_command_reads_a_diffusers_folder(tmp_path, capsys) -> None:
         down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, add_attention=False,
     ).save_pretrained(tmp_path / "unet")  # fmt: skip
     folder, out = str(tmp_path / "unet"), str(tmp_path / "out")
-    assert main(["kappa", folder, "--data", "digits", "--samples", "200", "--out", out]) == 0
+    assert main(["kappa", folder, "--data", "digits", "--num-samples", "200", "--out", out]) == 0
     assert "skips N                   4" in capsys.readouterr().out

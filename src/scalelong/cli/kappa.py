@@ -36,7 +36,7 @@ class Kappa:
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     process: str = ""  # vp, ddpm, cosine, edm; default: the preset's, or vp
     prediction: str = ""  # noise, x0, v; default: the preset's, or the process's own
-    samples: int = 4096
+    num_samples: int = 4096
     seed: int = 0
     out: str = "runs/kappa"  # folder of the plot
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     skips = command.skips if command.skips is not None else count_skips(command.model, command.shape, source.shape)
     process = get_process(command.process or (config.diffusion.process if config else "vp"))
     prediction = command.prediction or (config.diffusion.prediction if config else "")
-    recommend = partial(recommend_kappa, source, process, skips, samples=command.samples, seed=command.seed)
+    recommend = partial(recommend_kappa, source, process, skips, samples=command.num_samples, seed=command.seed)
     found = recommend(prediction=prediction)
     out = Path(command.out)
     out.mkdir(parents=True, exist_ok=True)
