@@ -122,7 +122,7 @@ def tried_families() -> Iterator[dict[str, Any]]:
     """Known by name, and looked at as if they were not."""
     for family in FAMILIES:
         model, inputs = build(family), family.inputs()
-        seen = len(scalelong.skips.detect.detect(model, ((), inputs)).skips())
+        seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())
         handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
         assert seen == len(handle.skips), family.name
         report = scalelong.verify(model, **inputs)

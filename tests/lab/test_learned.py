@@ -10,7 +10,7 @@ import torch
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.lab.learned import fit_cs, learned_coefficients
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import scaling_of
 
 

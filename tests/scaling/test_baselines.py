@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils.torch_utils import fourier_filter
 
-from scalelong.scaling.base import SkipSize
+from scalelong.scaling.constant import SkipSize
 from scalelong.scaling.baselines import damp_low_frequencies, magnitude_preserving
 from scalelong.scaling.registry import ScalingConfig
 

@@ -11,13 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalelong.scaling.base import (
-    LearnedScaling,
-    SkipSize,
-    constant_coefficients,
-    reversed_coefficients,
-    universal_coefficients,
-)
+from scalelong.scaling.constant import SkipSize, constant_coefficients, reversed_coefficients, universal_coefficients
+from scalelong.scaling.learned import LearnedScaling
 from scalelong.scaling.registry import ScalingConfig
 
 TOKENS = SkipSize(channels=12, tokens=32, channels_last=True)

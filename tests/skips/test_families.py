@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import scalelong
-from scalelong.scaling.base import ConstantScaling
+from scalelong.scaling.constant import ConstantScaling
 from tests.families import FAMILIES, Family, build, output
 from tests.skips.oracle import hand_scaled_output
 

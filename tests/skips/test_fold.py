@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.families import generated_example
 from tests.families import FAMILIES, build, output
 from tests.standins import FOUND, TutorialUNet, image, randn
 

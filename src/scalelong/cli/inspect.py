@@ -22,13 +22,13 @@ import scalelong
 from scalelong.cli.arguments import ModelName
 from scalelong.cli.open_model import Opened, open_model
 from scalelong.report.ushape import Rung, UShape, as_text, draw
-from scalelong.scaling.base import Scaling
+from scalelong.scaling.constant import Scaling
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
 from scalelong.skips.example import is_meta, undisturbed
 from scalelong.skips.hooks import attached_skips
 from scalelong.skips.long_skip import Call
-from scalelong.skips.tracing.operands import skip_shapes
+from scalelong.skips import skip_shapes
 
 
 @dataclass(frozen=True)

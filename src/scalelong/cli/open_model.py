@@ -18,7 +18,7 @@ from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call
-from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.families import generated_example
 from scalelong.skips.long_skip import Call
 from scalelong.training import PRESETS, get_preset, load_run
 from scalelong.training.build import build_model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scalelong.evaluation.generate import evaluating
 from scalelong.random import normal
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import coefficients
 
 COUNT = 30  # "we randomly sample 30 Gaussian noises"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scalelong.diffusion import VPSDE, draw_time_and_noise
 from scalelong.lab.matrix_unet import MatrixUNet
 from scalelong.random import uniform
-from scalelong.scaling.base import constant_coefficients, reversed_coefficients, universal_coefficients
+from scalelong.scaling.constant import constant_coefficients, reversed_coefficients, universal_coefficients
 
 PAPER_GAIN, UNIT_GAIN = 2.0, 1.0
 METHODS = ("none", "universal", "cs", "cs_reversed")

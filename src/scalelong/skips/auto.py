@@ -11,7 +11,7 @@ import logging
 
 from torch import Tensor
 
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips.example import tensors_in
 from scalelong.skips.long_skip import Call
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scalelong
 from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, LongSkip
-from scalelong.skips.tracing.detect import detect
+from scalelong.skips.tracing.hook_points import detect
 from tests.families import FAMILIES, Family, build
 from tests.packages import Packaged, monai_networks, tried
 from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, SkipEncoder, StandIn, image, randn
@@ -59,12 +59,12 @@ def test_what_cannot_be_scaled_alone_is_refused_with_the_reason(stand_in: StandI
 
 def place(skip: LongSkip) -> tuple[object, ...]:
     """Where a skip is taken hold of, fused or not, counted from either end."""
-    take = skip.take
-    if isinstance(take, Fused):
-        take = take.argument
-    if isinstance(take, ChannelSlice):
-        return skip.consumer, take.argument, take.channels, take.dim
-    return skip.consumer, take
+    slot = skip.slot
+    if isinstance(slot, Fused):
+        slot = slot.argument
+    if isinstance(slot, ChannelSlice):
+        return skip.consumer, slot.argument, slot.channels, slot.dim
+    return skip.consumer, slot
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -169,7 +169,7 @@ def test_a_skip_by_position_is_an_argument() -> None:
     from tests.standins import TokenUViT
 
     skips = scalelong.find_skips(TokenUViT(), randn(2, 3, 8, 8), torch.tensor([3.0, 500.0]))
-    assert [skip.take for skip in skips] == [Argument(1, "skip")] * 3
+    assert [skip.slot for skip in skips] == [Argument(1, "skip")] * 3
     assert [(skip.size.tokens, skip.size.channels_last) for skip in skips] == [(17, True)] * 3
 
 

@@ -108,7 +108,7 @@ def test_kappa_one_is_bit_equal_and_remove_restores_everything() -> None:
 def test_the_oracle_sees_a_slice_of_the_wrong_channels() -> None:
     from dataclasses import replace
 
-    from scalelong.scaling.base import ConstantScaling
+    from scalelong.scaling.constant import ConstantScaling
     from scalelong.skips.hooks import attach, attached_skips, detach
     from scalelong.skips.long_skip import OutputChannels
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import scalelong
-from scalelong.scaling.base import ConstantScaling
+from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips import VerificationError
 from scalelong.skips.hooks import attach, detach
 from scalelong.skips.long_skip import Argument, ChannelSlice, Item
@@ -48,29 +48,29 @@ class TestMistakesAreSeen:
     def test_the_wrong_channels(self) -> None:
         model = GuidedStyle()
         skips = self.skips(model, *image_and_time())
-        take = skips[2].take
-        assert isinstance(take, ChannelSlice)
-        skips[2] = replace(skips[2], take=replace(take, start=0, channels=take.start))
+        slot = skips[2].slot
+        assert isinstance(slot, ChannelSlice)
+        skips[2] = replace(skips[2], slot=replace(slot, start=0, channels=slot.start))
         self.refused(model, skips, image_and_time(), 3)
 
     def test_one_channel_too_many(self) -> None:
         model = GuidedStyle()
         skips = self.skips(model, *image_and_time())
-        take = skips[0].take
-        assert isinstance(take, ChannelSlice)
-        skips[0] = replace(skips[0], take=replace(take, start=take.start - 1, channels=take.channels + 1))
+        slot = skips[0].slot
+        assert isinstance(slot, ChannelSlice)
+        skips[0] = replace(skips[0], slot=replace(slot, start=slot.start - 1, channels=slot.channels + 1))
         self.refused(model, skips, image_and_time(), 1)
 
     def test_all_channels(self) -> None:
         model = TutorialUNet()
         skips = self.skips(model, *image())
-        skips[1] = replace(skips[1], take=Argument(0, "input"))
+        skips[1] = replace(skips[1], slot=Argument(0, "input"))
         self.refused(model, skips, image(), 2)
 
     def test_the_hidden_state_instead_of_the_skip(self) -> None:
         model = TokenUViT()
         skips = self.skips(model, *image_and_time())
-        skips[2] = replace(skips[2], take=Argument(0, "x"))
+        skips[2] = replace(skips[2], slot=Argument(0, "x"))
         self.refused(model, skips, image_and_time(), 3)
 
     def test_two_skips_exchanged(self) -> None:
@@ -83,9 +83,9 @@ class TestMistakesAreSeen:
         family = FAMILIES[0]
         model = build(family)
         skips = scalelong.find_skips(model)
-        take = skips[0].take
-        assert isinstance(take, Item)
-        skips[0] = replace(skips[0], take=replace(take, item=take.item + 1))
+        slot = skips[0].slot
+        assert isinstance(slot, Item)
+        skips[0] = replace(skips[0], slot=replace(slot, item=slot.item + 1))
         attach(model, skips, ConstantScaling([1.0] * len(skips)))
         with pytest.raises(VerificationError, match="skip 1 "):
             scalelong.verify(model, **family.inputs())
@@ -114,9 +114,9 @@ class TestMistakesAreSeen:
 
         model = TutorialUNet()
         skips = self.skips(model, *image())
-        take = skips[0].take
-        assert isinstance(take, ChannelSlice)
-        skips[0] = replace(skips[0], take=Blind(take.argument, take.start, take.channels, take.dim, take.total))
+        slot = skips[0].slot
+        assert isinstance(slot, ChannelSlice)
+        skips[0] = replace(skips[0], slot=Blind(slot.argument, slot.start, slot.channels, slot.dim, slot.total))
         attach(model, skips, ConstantScaling([1.0] * len(skips)))
         with pytest.raises(VerificationError, match=r"skip 1 .*gradients differ"):
             scalelong.verify(model, *image())
@@ -125,7 +125,7 @@ class TestMistakesAreSeen:
         model = TutorialUNet()
         nn.init.zeros_(model.out.weight)
         skips = self.skips(model, *image())
-        skips[1] = replace(skips[1], take=Argument(0, "input"))
+        skips[1] = replace(skips[1], slot=Argument(0, "input"))
         self.refused(model, skips, image(), 2)
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_fixes_its_precision_is_checked_in_that() -> None:
     assert report.dtype == torch.float32
     detach(model)
     skips = scalelong.find_skips(model, *image())
-    skips[2] = replace(skips[2], take=Argument(0, "input"))
+    skips[2] = replace(skips[2], slot=Argument(0, "input"))
     attach(model, skips, ConstantScaling([1.0] * 3))
     with pytest.raises(VerificationError, match="skip 3 "):
         scalelong.verify(model, *image())
