@@ -125,7 +125,7 @@ def tried_families() -> Iterator[dict[str, Any]]:
         seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())
         handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
         assert seen == len(handle.skips), family.name
-        report = scalelong.verify(model, **inputs)
+        report = scalelong.verify(model, example=inputs)
         worst = max(max(check.output_error, check.gradient_error or 0.0) for check in report.checks)
         reach = [skip.reach for skip in handle.skips]
         package = {True: "diffusers", False: "monai" if "MONAI" in family.name else "scalelong"}[family.diffusers]

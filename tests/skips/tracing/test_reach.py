@@ -98,4 +98,4 @@ def test_without_values_the_rule_stands() -> None:
     with torch.device("meta"):
         model = FAMILIES[0].build()
     known = scalelong.find_skips(model)
-    assert scalelong.find_skips(model, **FAMILIES[0].inputs()) == known
+    assert scalelong.find_skips(model, example=FAMILIES[0].inputs()) == known
