@@ -25,10 +25,10 @@ from scalelong.report.ushape import Rung, UShape, as_text, draw
 from scalelong.scaling.constant import Scaling
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
+from scalelong.skips.attach import skip_shapes
 from scalelong.skips.example import is_meta, undisturbed
 from scalelong.skips.hooks import attached_skips
 from scalelong.skips.long_skip import Call
-from scalelong.skips import skip_shapes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call
-from scalelong.skips.families import generated_example
+from scalelong.skips.families import generated_example, known_skips
 from scalelong.skips.long_skip import Call
 from scalelong.training import PRESETS, get_preset, load_run
 from scalelong.training.build import build_model
@@ -47,7 +47,7 @@ def open_model(target: str, shapes: Sequence[str]) -> Opened:
     try:
         return Opened(model, generated_example(model), generated_example(model, full_size=True))
     except ValueError:
-        if scalelong.skips.known_skips(model) is None:
+        if known_skips(model) is None:
             raise ValueError(
                 f"shape: {type(model).__name__} is of no known family, so it must be run once; give its inputs' shapes, "
                 "--shape 1,3,32,32 1 (or let module:callable return the model and an example)"

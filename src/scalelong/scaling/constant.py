@@ -63,7 +63,10 @@ FIXED_METHODS: Mapping[str, float] = {"none": 1.0, "rsqrt2": 2**-0.5}  # the sam
 
 @dataclass(frozen=True)
 class SkipSize:
-    """Size and memory layout of one skip."""
+    """Size and memory layout of one skip.
+
+    >>> image, tokens = SkipSize(channels=64), SkipSize(channels=512, tokens=257, channels_last=True)
+    """
 
     channels: int
     tokens: int | None = None  # known and fixed only for transformers
@@ -77,6 +80,11 @@ class Scaling(nn.Module):
     """A method on all long skips of one model; index i counts from 1 at the outermost skip.
 
     The coefficient is separate from its application, so that a consumer can fuse the two.
+
+    >>> from scalelong.scaling import ScalingConfig
+    >>> scaling = ScalingConfig.create("cs", kappa=0.5).build([SkipSize(channels=64)] * 3)
+    >>> scaling.coefficient(3, torch.zeros(1, 64, 8, 8)), scaling.current()
+    (0.25, [1.0, 0.5, 0.25])
     """
 
     config: ScalingConfig
@@ -137,11 +145,7 @@ class Scaling(nn.Module):
 
 
 class ConstantScaling(Scaling):
-    """One fixed number per skip.
-
-    >>> ConstantScaling([1.0, 0.5])(2, torch.ones(1, 3))
-    tensor([[0.5000, 0.5000, 0.5000]])
-    """
+    """One fixed number per skip."""
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         super().__init__(len(coefficients))

@@ -30,7 +30,13 @@ MAX_ROWS = 16  # of a handle's repr
 
 @dataclass(frozen=True, repr=False)
 class Handle:
-    """A scaled model, its skips and the method; prints as a table."""
+    """A scaled model, its skips and the method; prints as a table.
+
+    >>> from diffusers import UNet1DModel
+    >>> with_kappa = apply(UNet1DModel(), "cs", kappa=0.5)
+    >>> with_kappa.coefficients(), with_kappa.skips[0].made_in
+    ([1.0, 0.5, 0.25], 'down_blocks.0.resnets.2')
+    """
 
     model: nn.Module
     skips: list[LongSkip]
@@ -79,14 +85,14 @@ def apply(
     placement: "before", as in the paper, scales the skip itself; "after_norm" scales behind a GroupNorm that would cancel
     kappa, and the input of the shortcut, and is for constant methods.
 
-    >>> import scalelong
-    >>> model = scalelong.UViT(scalelong.UViTConfig(image_size=8, patch_size=2, dim=16, depth=4, heads=2))
-    >>> scalelong.apply(model, "cs", kappa=0.7)
-    cs(kappa=0.7) on UViT
-    i  made in      used in                   channels  tokens  reach  kappa
-    ------------------------------------------------------------------------
-    1  in_blocks.0  out_blocks.1.skip_linear  16        17      full   1
-    2  in_blocks.1  out_blocks.0.skip_linear  16        17      full   0.7
+    >>> from diffusers import UNet1DModel
+    >>> apply(UNet1DModel(), "cs", kappa=0.7)
+    cs(kappa=0.7) on UNet1DModel
+    i  made in                     used in                channels  tokens  reach  kappa
+    ------------------------------------------------------------------------------------
+    1  down_blocks.0.resnets.2     up_blocks.2.resnets.0  32        -       full   1
+    2  down_blocks.1.resnets.2     up_blocks.1.resnets.0  32        -       full   0.7
+    3  down_blocks.2.attentions.2  up_blocks.0.resnets.0  64        -       full   0.49
     """
     call = None if example is None else as_call(example)
     config = ScalingConfig.create(method, **options)
@@ -123,16 +129,20 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     or as plain arguments. With an example the reach is measured: a deep copy of the model is run 3N + 1 times. The model, the
     example and all random states are left unchanged.
 
-    >>> import scalelong
-    >>> model = scalelong.UViT(scalelong.UViTConfig(image_size=8, patch_size=2, dim=16, depth=4, heads=2))
-    >>> [(skip.index, skip.made_in, skip.used_in) for skip in scalelong.find_skips(model)]
-    [(1, 'in_blocks.0', 'out_blocks.1.skip_linear'), (2, 'in_blocks.1', 'out_blocks.0.skip_linear')]
+    >>> from diffusers import UNet1DModel
+    >>> [(skip.index, skip.used_in) for skip in find_skips(UNet1DModel())]
+    [(1, 'up_blocks.2.resnets.0'), (2, 'up_blocks.1.resnets.0'), (3, 'up_blocks.0.resnets.0')]
     """
     return _find(model, merge_example(example, args, kwargs))[0]
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `apply`: the model, its state dict and its config are as before."""
+    """Undo `apply`: the model, its state dict and its config are as before.
+
+    >>> from diffusers import UNet1DModel
+    >>> handle = apply(UNet1DModel(), "ls")
+    >>> remove(handle.model)
+    """
     scaling_of(model)
     detach(model)
     reset_compiled()
@@ -140,7 +150,12 @@ def remove(model: nn.Module) -> None:
 
 
 def coefficients(model: nn.Module) -> list[float]:
-    """kappa_i now, outermost first: constants, or the mean of the gates on the last forward (nan before the first)."""
+    """kappa_i now, outermost first: constants, or the mean of the gates on the last forward (nan before the first).
+
+    >>> from diffusers import UNet1DModel
+    >>> coefficients(apply(UNet1DModel(), "cs", kappa=0.5).model)
+    [1.0, 0.5, 0.25]
+    """
     return scaling_of(model).current()
 
 

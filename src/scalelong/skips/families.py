@@ -27,7 +27,7 @@ class Family:
     skips: Callable[[Any], Iterator[Found]]  # innermost first
     example: Callable[[Any, _Random], Inputs] | None = None
     stages: tuple[str, ...] = ("down_blocks", "mid_block", "up_blocks")  # encoder, middle, decoder
-    branches: Callable[[Any], list[tuple[str, ...]]] | None = None  # per block, the modules whose outputs are added
+    branches: tuple[str, ...] = ()  # modules of each stage whose outputs are added to the residual stream
 
 
 def known_family(model: nn.Module) -> Family | None:
@@ -39,7 +39,11 @@ def known_family(model: nn.Module) -> Family | None:
 
 
 def known_families() -> Sequence[str]:
-    """The class names that need no example input."""
+    """The class names that need no example input.
+
+    >>> "diffusers.UNet2DModel" in known_families()
+    True
+    """
     return sorted(FAMILIES)
 
 
@@ -74,15 +78,17 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
 
 def stages(model: nn.Module) -> list[str]:
     """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists."""
-    family = known_family(model)
-    children = dict(model.named_children())
+    family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
     if family is not None:
-        groups: Sequence[str] = [name for name in family.stages if _module(model, name) is not None]
+        groups: Sequence[str] = [name for name in family.stages if name in modules]
     else:
         patterns = sorted({*(known.stages for known in FAMILIES.values()), _GUIDED_DIFFUSION}, key=len, reverse=True)
         lists = [name for name, child in children.items() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
         groups = next((names for names in patterns if all(name in children for name in names)), lists)
-    found = [stage for name in groups for stage in _items(model, name)]
+    found = []
+    for name in groups:
+        is_list = isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
+        found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
     if not found:
         raise ValueError(
             f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
@@ -91,26 +97,15 @@ def stages(model: nn.Module) -> list[str]:
     return found
 
 
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules()).get(name)
-
-
-def _items(model: nn.Module, name: str) -> list[str]:
-    module = model.get_submodule(name)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [f"{name}.{item}" for item, _ in module.named_children()]
-    return [name]
-
-
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
     """For each block in order, the modules whose outputs are added to the residual stream; ValueError if not known."""
     family = known_family(model)
-    if family is None or family.branches is None:
+    if family is None or not family.branches:
         raise ValueError(
             f"scaling.method: the controls that scale block outputs know the blocks of scalelong.UViT, not those of "
             f"{type(model).__name__}; choose a method that scales skips"
         )
-    return family.branches(model)
+    return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
 
 
 # ------------------------------------------------------------------------------------------------- diffusers and MONAI
@@ -141,18 +136,13 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
 def _down_outputs(block: Any) -> list[str]:
     """The modules of a down block whose outputs are skips, in order: the last of each layer, then the downsampler."""
     outputs = [f".{name}" for name in _layer_outputs(block)]
-    if _has(block, "resnet_down"):
-        outputs.append("")  # NCSN++: the output of the block, with its skip image added
-    elif _has(block, "downsamplers"):
-        outputs.append(".downsamplers.0")
-    elif _has(block, "downsampler"):
-        outputs.append(".downsampler")
-    return outputs
+    names = {"resnet_down": "", "downsamplers": ".downsamplers.0", "downsampler": ".downsampler"}  # resnet_down: NCSN++
+    return outputs + [names[name] for name in names if getattr(block, name, None) is not None][:1]
 
 
 def _layer_outputs(block: Any) -> list[str]:
     order = ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets")
-    last = next(name for name in order if _has(block, name))
+    last = next(name for name in order if getattr(block, name, None) is not None)
     return [f"{last}.{i}" for i in range(len(block.resnets))]
 
 
@@ -162,10 +152,6 @@ def _has_k_blocks(model: Any) -> bool:
     if not isinstance(blocks, nn.ModuleList):
         return False
     return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
-
-
-def _has(block: Any, name: str) -> bool:
-    return getattr(block, name, None) is not None
 
 
 @dataclass(frozen=True)
@@ -268,10 +254,6 @@ def _uvit(model: Any) -> Iterator[Found]:
         yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, slot
 
 
-def _uvit_branches(model: Any) -> list[tuple[str, ...]]:
-    return [(f"{block}.attn", f"{block}.mlp") for block in stages(model)]
-
-
 def _matrix_unet(model: Any) -> Iterator[Found]:
     """Eq. 3: inner + kappa * skip."""
     for b in reversed(range(len(model.joins))):
@@ -324,8 +306,7 @@ def _unet1d_inputs(model: Any, random: _Random) -> Inputs:
 
 
 def _u_transformer_inputs(model: Any, random: _Random) -> Inputs:
-    size = model.config.sample_size
-    return {"hidden_states": random(1, model.config.in_channels, size, size)}
+    return {"hidden_states": random(1, model.config.in_channels, *[model.config.sample_size] * 2)}
 
 
 def _uvit_inputs(model: Any, random: _Random) -> Inputs:
@@ -357,6 +338,6 @@ FAMILIES: dict[str, Family] = {
     "diffusers.UTransformer2DModel": Family(_u_transformer, _u_transformer_inputs, _TRANSFORMER),
     "diffusers.UniDiffuserModel": Family(_unidiffuser, stages=tuple(f"transformer.{name}" for name in _TRANSFORMER)),
     "monai.DiffusionModelUNet": Family(_unet(LIST), stages=("down_blocks", "middle_block", "up_blocks")),
-    "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), _uvit_branches),
+    "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
     "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }

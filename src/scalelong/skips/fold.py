@@ -169,7 +169,7 @@ def _columns_after_norm(model: nn.Module, skip: LongSkip) -> list[Columns]:
 def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSkip, times: int) -> Iterator[Columns]:
     """The columns behind one join; `times` is how often the consumer is called with this skip."""
     join = trace.nodes[path.join]
-    if join.weighted and join.weight is not None:  # a fused layer: weights for [hidden, skip]
+    if join.weight is not None:  # a fused layer: weights for [hidden, skip]
         width = model.get_parameter(join.weight).shape[1]
         yield Columns(join.weight, 1, width - skip.size.channels, skip.size.channels)
         return
@@ -178,21 +178,20 @@ def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSk
     seen = [path.join]
     for node in seen:
         for child in (trace.nodes[index] for index in trace.children[node]):
-            if child.weighted:
-                yield _columns_of(model, trace, child, *path.op.channels(path.position), times)
+            if child.weight is not None:
+                _check_layer(model, trace, child, child.weight, times)
+                yield Columns(child.weight, 0 if child.name in TRANSPOSED else 1, *path.op.channels(path.position))
             elif child.name in POSITIVELY_HOMOGENEOUS:
                 seen += [child.index] if child.index not in seen else []
             elif child.name not in CANCELS:
                 raise _NotExact(f"it passes through {child.name} on the way to the weights")
 
 
-def _columns_of(model: nn.Module, trace: Trace, node: Node, start: int, size: int, times: int) -> Columns:
-    assert node.weight is not None
-    uses = sum(other.weight == node.weight for other in trace.nodes)
+def _check_layer(model: nn.Module, trace: Trace, node: Node, weight: str, times: int) -> None:
+    uses = sum(other.weight == weight for other in trace.nodes)
     if uses != times:
-        raise _NotExact(f"{node.weight} is used {uses} times in one forward, not only on this skip")
-    if getattr(model.get_submodule(node.weight.rpartition(".")[0]), "groups", 1) != 1:
-        raise _NotExact(f"{node.weight} is a grouped convolution")
+        raise _NotExact(f"{weight} is used {uses} times in one forward, not only on this skip")
+    if getattr(model.get_submodule(weight.rpartition(".")[0]), "groups", 1) != 1:
+        raise _NotExact(f"{weight} is a grouped convolution")
     if node.name not in LAYERS | TRANSPOSED:
-        raise _NotExact(f"{node.weight} is used by {node.name}, not by a linear layer or convolution")
-    return Columns(node.weight, 0 if node.name in TRANSPOSED else 1, start, size)
+        raise _NotExact(f"{weight} is used by {node.name}, not by a linear layer or convolution")

@@ -112,12 +112,21 @@ def attached_skips(model: nn.Module) -> list[LongSkip]:
 
 
 def is_scaled(model: nn.Module) -> bool:
-    """Whether a scaling is applied to this model."""
+    """Whether a scaling is applied to this model.
+
+    >>> is_scaled(nn.Linear(2, 2))
+    False
+    """
     return isinstance(model._modules.get(ROOT_NAME), Scaling)
 
 
 def scaling_of(model: nn.Module) -> Scaling:
-    """The scaling of a model; ValueError if it has none."""
+    """The scaling of a model; ValueError if it has none.
+
+    >>> import scalelong, diffusers
+    >>> print(scaling_of(scalelong.apply(diffusers.UNet1DModel(), "cs").model).config)
+    cs(kappa=0.7)
+    """
     scaling = model._modules.get(ROOT_NAME)
     if not isinstance(scaling, Scaling):
         wrapper = wrapper_of(model)

@@ -125,7 +125,13 @@ HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules t
 
 @dataclass(frozen=True)
 class LongSkip:
-    """One long skip connection of a model, as found by `find_skips`."""
+    """One long skip connection of a model, as found by `find_skips`.
+
+    >>> import scalelong, diffusers
+    >>> skip = scalelong.find_skips(diffusers.UNet1DModel())[0]
+    >>> skip.index, skip.made_in, skip.size.channels, skip.reach
+    (1, 'down_blocks.0.resnets.2', 32, 'full')
+    """
 
     index: int  # 1 = outermost
     made_in: str  # the module whose output is the skip
@@ -144,7 +150,14 @@ class LongSkip:
 
 
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:
-    """The skips as a text table, outermost first, with their coefficients if given."""
+    """The skips as a text table, outermost first, with their coefficients if given.
+
+    >>> import scalelong, diffusers
+    >>> print(skip_table(scalelong.find_skips(diffusers.UNet1DModel())[:1]))
+    i  made in                  used in                channels  tokens  reach
+    --------------------------------------------------------------------------
+    1  down_blocks.0.resnets.2  up_blocks.2.resnets.0  32        -       full
+    """
     rows = [["i", "made in", "used in", "channels", "tokens", "reach"] + (["kappa"] if coefficients else [])]
     for skip in skips:
         size = skip.size

@@ -30,13 +30,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write the weights, including gates, as safetensors and the scaling as JSON; each file appears complete or not at all.
 
-    >>> import scalelong
-    >>> config = scalelong.UViTConfig(image_size=8, patch_size=2, dim=16, depth=4, heads=2)
-    >>> model, fresh = scalelong.UViT(config), scalelong.UViT(config)
-    >>> handle = scalelong.apply(model, "ls")
-    >>> folder = scalelong.save(model, "scaled")
-    >>> scalelong.load(fresh, folder).scalelong.config.method
-    'ls'
+    >>> from diffusers import UNet1DModel
+    >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
+    'scaled'
     """
     stored = to_json(model)
     folder = Path(folder)
@@ -50,6 +46,11 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
 
     example: as for `apply`, for classes that are not known.
+
+    >>> from diffusers import UNet1DModel
+    >>> folder = save(apply(UNet1DModel(), "cs", kappa=0.6).model, "scaled")
+    >>> print(load(UNet1DModel(), folder).scalelong.config)
+    cs(kappa=0.6)
     """
     folder = Path(folder)
     for name in (WEIGHTS_NAME, SCALING_NAME):
@@ -68,17 +69,17 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token.
     example: as for `apply`, for classes that are not known.
 
-    >>> import scalelong
-    >>> from diffusers import UNet2DModel
-    >>> blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
-    >>> model = UNet2DModel(sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1, **blocks)
-    >>> handle = scalelong.apply(model, "cs", kappa=0.7)
-    >>> model.save_pretrained("unet")
-    >>> print(scalelong.from_pretrained(UNet2DModel, "unet").scalelong.config)
-    cs(kappa=0.7)
+    >>> from diffusers import UNet1DModel
+    >>> apply(UNet1DModel(), "cs", kappa=0.6).model.save_pretrained("unet")
+    >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
+    cs(kappa=0.6)
     """
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-    source = _local_folder(folder, hub) / options.pop("subfolder", "")
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    source = Path(folder) / options.pop("subfolder", "")
     path = source / "config.json"
     stored = json.loads(path.read_text()).get(CONFIG_KEY)
     if stored is None:
@@ -137,9 +138,10 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
     with safe_open(str(weights), framework="pt") as tensors:
         given = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     own = model.state_dict()
-    stored = {_memory(own[key]) for key in given if key in own}
+    memory = {key: tensor.untyped_storage().data_ptr() for key, tensor in own.items()}
+    stored = {memory[key] for key in given if key in own}
     trouble = [f"{key} is not in the model" for key in given if key not in own]
-    trouble += [f"{key} is missing" for key, value in own.items() if key not in given and _memory(value) not in stored]
+    trouble += [f"{key} is missing" for key in own if key not in given and memory[key] not in stored]
     trouble += [
         f"{key} has shape {shape}, in the model {tuple(own[key].shape)}"
         for key, shape in given.items()
@@ -150,18 +152,6 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
             f"{weights}: {len(trouble)} of the weights do not fit this {type(model).__name__}, so none is loaded: "
             f"{trouble[0]}; build the model as it was when it was saved"
         )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _local_folder(folder: str | Path, hub: dict[str, Any]) -> Path:
-    if Path(folder).is_dir():
-        return Path(folder)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub))
 
 
 def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:

@@ -63,10 +63,14 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
                 f"{scaling.config} on {scaling.num_skips} skips; the weights belong to another number or size of skips"
             )
     for key, value in _constants(scaling).items():
-        if not _close(given[key], value):
+        # equal up to half-precision rounding
+        if not given[key].is_meta and not torch.allclose(
+            given[key].double().cpu(), value.double(), rtol=1e-2, atol=1e-6
+        ):
+            theirs, ours = ([round(float(number), 4) for number in tensor.flatten()] for tensor in (given[key], value))
             raise ValueError(
-                f"state_dict.{here}{key}: the weights were trained with {_rounded(given[key])}, the model applies "
-                f"{_rounded(value)}; apply the same method and options first"
+                f"state_dict.{here}{key}: the weights were trained with {theirs}, the model applies {ours}; apply the same "
+                "method and options first"
             )
 
 
@@ -105,12 +109,3 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
 def _constants(scaling: Scaling) -> dict[str, Tensor]:
     """The numbers a scaling computes with, whatever its buffers contain."""
     return {key: torch.tensor(v, dtype=torch.float32, device="cpu") for key, v in scaling.constants.items()}
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [round(float(value), 4) for value in values.flatten()]
-
-
-def _close(given: Tensor, own: Tensor) -> bool:
-    """Equal up to half-precision rounding."""
-    return given.is_meta or torch.allclose(given.detach().double().cpu(), own.double(), rtol=1e-2, atol=1e-6)

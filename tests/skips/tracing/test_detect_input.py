@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scalelong
-from scalelong.skips import skip_shapes
+from scalelong.skips.attach import skip_shapes
 from tests.standins import GatedBranch, TutorialUNet, image, randn
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.skips import measure_reach
+from scalelong.skips.tracing.verify import measure_reach
 from tests.families import FAMILIES, Family, build
 from tests.standins import randn
 
