@@ -77,7 +77,12 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists."""
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists.
+
+    >>> from diffusers import UNet1DModel
+    >>> stages(UNet1DModel())
+    ['down_blocks.0', 'down_blocks.1', 'down_blocks.2', 'mid_block', 'up_blocks.0', 'up_blocks.1', 'up_blocks.2']
+    """
     family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
     if family is not None:
         groups: Sequence[str] = [name for name in family.stages if name in modules]
