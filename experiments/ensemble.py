@@ -24,7 +24,7 @@ from tqdm import tqdm
 from scalelong.backbones import as_network
 from scalelong.data import Loader, Source, make_loader, to_float
 from scalelong.diffusion import draw_time_and_noise
-from scalelong.scaling.base import ConstantScaling, constant_coefficients
+from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.skips import scaling_of
 from scalelong.stability import stages
 from scalelong.training import RunConfig

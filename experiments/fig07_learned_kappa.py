@@ -22,7 +22,7 @@ from scalelong.backbones import as_network
 from scalelong.data import load_source
 from scalelong.lab.trained import fit_cs, learned_coefficients
 from scalelong.runs.reader import RunSeries
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.training import load_run
 

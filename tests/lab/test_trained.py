@@ -11,7 +11,7 @@ import scalelong
 from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.diffusion import VPSDE, Objective
 from scalelong.lab.trained import fit_cs, learned_coefficients, robustness_curve
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import scaling_of
 
 IMAGES = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1

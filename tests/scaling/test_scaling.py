@@ -11,13 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalelong.scaling.base import (
-    LearnedScaling,
-    SkipSize,
-    constant_coefficients,
-    reversed_coefficients,
-    universal_coefficients,
-)
+from scalelong.scaling.constant import SkipSize, constant_coefficients, reversed_coefficients, universal_coefficients
+from scalelong.scaling.learned import LearnedScaling
 from scalelong.scaling.registry import ScalingConfig
 
 TOKENS = SkipSize(channels=12, tokens=32, channels_last=True)
@@ -233,12 +228,17 @@ def test_a_copy_made_in_inference_mode_can_be_used_outside() -> None:
         ("cs", {"kappa": "big"}, TypeError, r"scaling\.kappa: must be a number .*'big'"),
         ("cs", {"reduction": 4}, TypeError, r"scaling\.reduction: 'cs' has no such option.*kappa, allow_amplify"),
         ("rsqrt2", {"kappa": 0.5}, TypeError, r"scaling\.kappa: 'rsqrt2' has no such option.*no options"),
-        ("ls", {"module": "sse"}, ValueError, r"scaling\.module: unknown 'sse'; choose one of se, ie, learnable"),
+        (
+            "ls",
+            {"module": "sse"},
+            ValueError,
+            r"scaling\.module: unknown 'sse'; did you mean 'se'\?",
+        ),
         ("ls", {"activation": "gelu"}, ValueError, r"scaling\.activation"),
         ("ls", {"reduction": 0}, ValueError, r"scaling\.reduction: .*got 0"),
         ("ls", {"axis": "width"}, ValueError, r"scaling\.axis"),
         ("ls", {"shared": "yes"}, TypeError, r"scaling\.shared"),
-        ("ls", {"start": 1.0}, ValueError, r"scaling\.start: must be a number between 0 and 1, got 1\.0; leave it out"),
+        ("ls", {"start": 1.0}, ValueError, r"scaling\.start: must be a number between 0 and 1, got 1\.0; omit it"),
         ("ls", {"start": "near"}, ValueError, r"scaling\.start: must be a number .*got 'near'"),
         ("cs", {"start": 0.9}, TypeError, r"scaling\.start: 'cs' has no such option"),
     ],

@@ -22,8 +22,8 @@ from scalelong.cli.open_model import Opened, open_model
 from scalelong.report.ushape import Rung, UShape, as_text, draw
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
+from scalelong.skips.attach import skip_shapes
 from scalelong.skips.example import is_meta, undisturbed
-from scalelong.skips.tracing.operands import skip_shapes
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import scalelong
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.runs.yaml_file import from_yaml
-from scalelong.skips import is_scaled, known_skips
+from scalelong.skips import is_scaled
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call, is_meta
-from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.families import generated_example, known_skips
 from scalelong.skips.hooks import attached_skips
 from scalelong.skips.long_skip import Call
 from scalelong.training import load_run
@@ -42,8 +42,7 @@ class Opened:
         """The long skips, their reach measured where the model has values."""
         if is_scaled(self.model) and any(skip.after_norm for skip in attached_skips(self.model)):
             return attached_skips(self.model)
-        args, kwargs = self.small if self.small is not None and not is_meta(self.model) else ((), {})
-        return scalelong.find_skips(self.model, *args, **kwargs)
+        return scalelong.find_skips(self.model, example=None if is_meta(self.model) else self.small)
 
 
 def known_config(name: str) -> RunConfig | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from scalelong.diffusion import VPSDE, draw_time_and_noise
 from scalelong.random import uniform
-from scalelong.scaling.base import constant_coefficients, reversed_coefficients, universal_coefficients
+from scalelong.scaling.constant import constant_coefficients, reversed_coefficients, universal_coefficients
 
 GAINS = {"unit": 1.0, "paper": 2.0}
 METHODS = ("none", "universal", "cs", "cs_reversed")

@@ -17,7 +17,7 @@ from scalelong.diffusion import Objective, draw_time_and_noise
 from scalelong.diffusion.objective import Network
 from scalelong.evaluation.generate import evaluating
 from scalelong.random import normal
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import coefficients
 
 SIGMAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
 TAIL = 0.97  # Sec. 4.1: "more than 97% of the values are smaller than 5"

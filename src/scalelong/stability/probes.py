@@ -19,40 +19,9 @@ from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
 from scalelong.runs.oscillation import PROBE_EVERY, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
+from scalelong.skips.families import stages
 
 __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
-
-_STAGES = (
-    ("in_blocks", "mid_block", "out_blocks"),
-    ("down_blocks", "mid_block", "up_blocks"),
-    ("down_blocks", "middle_block", "up_blocks"),
-    ("input_blocks", "middle_block", "output_blocks"),
-    ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks"),
-    ("a", "middle", "b"),
-    ("blocks",),
-)
-
-
-def stages(model: nn.Module) -> list[str]:
-    """The stages of the U, by name: encoder blocks, the middle, decoder blocks; else the entries of the model's lists."""
-    for names in _STAGES:
-        if all(isinstance(getattr(model, name, None), nn.Module) for name in names):
-            return [stage for name in names for stage in _parts(model, name)]
-    lists = [name for name, child in model.named_children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
-    found = [stage for name in lists for stage in _parts(model, name)]
-    if not found:
-        raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
-            f"{[name for name, _ in model.named_children()]}"
-        )
-    return found
-
-
-def _parts(model: nn.Module, name: str) -> list[str]:
-    module = getattr(model, name)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [f"{name}.{part}" for part, _ in module.named_children()]
-    return [name]
 
 
 class OscillationProbe:
