@@ -23,7 +23,7 @@ from scalelong.report.ushape import Rung, UShape, as_text, draw
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
 from scalelong.skips.attach import skip_shapes
-from scalelong.skips.example import is_meta, undisturbed
+from scalelong.skips.example import undisturbed
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ def u_shape(opened: Opened, command: Inspect) -> UShape:
         options = {} if command.kappa is None else {"kappa": command.kappa}
         if options and command.method in METHODS and "kappa" not in METHODS[command.method].defaults:
             raise ValueError(f"kappa: {command.method!r} has none; leave it out")
-        example = None if is_meta(model) else opened.small
-        handle = scalelong.apply(model, command.method, example=example, placement=command.placement, **options)
+        handle = scalelong.apply(model, command.method, example=opened.example, placement=command.placement, **options)
         skips = [
             new if new.after_norm else dataclasses.replace(new, reach=old.reach)
             for new, old in zip(handle.skips, skips, strict=True)
@@ -84,8 +83,8 @@ def u_shape(opened: Opened, command: Inspect) -> UShape:
 def _coefficients(opened: Opened) -> list[float]:
     """The constants, or the output of the gates on the example."""
     model, scaling = opened.model, scaling_of(opened.model)
-    if any(map(math.isnan, scaling.current())) and opened.small is not None and not is_meta(model):
-        args, kwargs = opened.small
+    if any(map(math.isnan, scaling.current())) and opened.example is not None:
+        args, kwargs = opened.example
         with undisturbed(model), torch.no_grad():
             model(*args, **kwargs)
             return scaling.current()

@@ -35,14 +35,14 @@ class Opened:
     """A model and example calls of it; None where its class is known and needs none."""
 
     model: nn.Module
-    small: Call | None  # to run
+    example: Call | None  # to run; None on the meta device
     full: Call | None  # at the model's native resolution
 
     def skips(self) -> list[scalelong.LongSkip]:
         """The long skips, their reach measured where the model has values."""
         if is_scaled(self.model) and any(skip.after_norm for skip in attached_skips(self.model)):
             return attached_skips(self.model)
-        return scalelong.find_skips(self.model, example=None if is_meta(self.model) else self.small)
+        return scalelong.find_skips(self.model, example=self.example)
 
 
 def known_config(name: str) -> RunConfig | None:
@@ -69,9 +69,10 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
     else:
         raise AssertionError(get_preset(name))  # raises, with the nearest name
     if example is not None:
-        return Opened(model, example, example)
+        return Opened(model, None if is_meta(model) else example, example)
     try:
-        return Opened(model, generated_example(model), generated_example(model, full_size=True))
+        example = None if is_meta(model) else generated_example(model)
+        return Opened(model, example, generated_example(model, full_size=True))
     except ValueError:
         if known_skips(model) is None:
             raise ValueError(
