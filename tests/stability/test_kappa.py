@@ -1,5 +1,8 @@
 """recommend_kappa: the interval from the data, its inversion for CS, clamps and refusals."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -166,3 +169,14 @@ def test_readings_are_the_mean_of_ratios_the_ratio_of_means_and_the_lemma() -> N
 def test_plot_is_written(tmp_path) -> None:
     plot(recommend(images(0.5)), "title", tmp_path / "kappa.png")
     assert (tmp_path / "kappa.png").stat().st_size > 10_000
+
+
+def test_the_package_imports_its_modules_on_first_use() -> None:
+    code = """
+import sys
+import scalelong.stability
+assert not {"scalelong.stability.kappa", "scalelong.stability.probes"} & set(sys.modules)
+assert all(hasattr(scalelong.stability, name) for name in scalelong.stability.__all__)
+assert not hasattr(scalelong.stability, "missing")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
