@@ -88,7 +88,7 @@ def test_encoders_reduce_by_the_floor_of_a_quarter() -> None:
     assert gate.encoders["10"][0].out_features == gate.decoders["10"][0].out_features == 5
 
 
-def test_no_tensor_stands_twice_in_the_state_dict() -> None:
+def test_no_tensor_is_twice_in_the_state_dict() -> None:
     tensors = learned(IMAGES).state_dict().values()
     assert len({t.data_ptr() for t in tensors}) == len(tensors)
 

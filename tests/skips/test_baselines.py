@@ -195,7 +195,7 @@ def test_detected_models_take_mp_cat_and_layernorm() -> None:
         assert not torch.allclose(model(*chosen.inputs()), before)
 
 
-def test_mp_cat_reaches_every_module_that_is_handed_what_was_joined() -> None:
+def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
     model, t = RootShortcut().eval(), 0.3
 
     def by_hand(x: Tensor, skip: Tensor) -> Tensor:

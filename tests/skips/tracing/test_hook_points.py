@@ -1,4 +1,4 @@
-"""Finding the long skips of networks nobody told us about."""
+"""Finding the long skips of unknown networks, and where to hook them."""
 
 from __future__ import annotations
 
