@@ -199,7 +199,7 @@ def test_gates_of_several_sizes_can_be_traced() -> None:
     torch.testing.assert_close(traced(torch.tensor(2), skip), scaling(2, skip))
 
 
-def test_gates_whose_weights_were_assigned_on_the_meta_device_tell_what_they_gave() -> None:
+def test_gates_built_on_meta_record_their_mean_once_assigned() -> None:
     with torch.device("meta"):
         scaling = learned(IMAGES)
     scaling.load_state_dict(learned(IMAGES).state_dict(), assign=True)
