@@ -119,7 +119,7 @@ def known_table() -> str:
 
 
 def tried_families() -> Iterator[dict[str, Any]]:
-    """Known by name, and looked at as if they were not."""
+    """Known classes, traced as if they were unknown."""
     for family in FAMILIES:
         model, inputs = build(family), family.inputs()
         seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())

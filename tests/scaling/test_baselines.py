@@ -76,7 +76,7 @@ def test_freeu_filters_two_stages_and_refuses_training() -> None:
         ("stable_tau", {"tau": 0}, r"scaling\.tau: must be a number between 0 and 10, got 0"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(method: str, options: dict[str, object], message: str) -> None:
+def test_bad_values_are_refused(method: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScalingConfig.create(method, **options)
 

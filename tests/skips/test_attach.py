@@ -85,7 +85,7 @@ def test_gates_made_in_inference_mode_can_be_trained_in_any_precision() -> None:
     assert all(p.grad is not None and p.dtype == torch.float64 for p in model.scalelong.parameters())
 
 
-def test_something_that_is_no_module_is_refused() -> None:
+def test_only_modules_are_accepted() -> None:
     with pytest.raises(TypeError, match="got str"):
         scalelong.apply("unet", "cs")
 
@@ -180,7 +180,7 @@ class TestStateDicts:
             ("stable_tau", {"tau": 0.3}, "tau"),
         ],
     )
-    def test_numbers_lost_on_the_way_through_the_meta_device_come_back(self, method, options, key) -> None:
+    def test_constants_lost_by_to_empty_are_restored(self, method, options, key) -> None:
         family = UVIT if method == "stable_tau" else UNET
         model, empty = build(family), build(family)
         scalelong.apply(model, method, **options)
@@ -216,7 +216,7 @@ class TestStateDicts:
             model.load_state_dict(build(UNET, seed=5).state_dict())
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
-    def test_part_of_a_model_loads_without_a_word(self) -> None:
+    def test_part_of_a_model_loads_without_a_warning(self) -> None:
         model, other = self.scaled("ls"), build(UNET, seed=5)
         model.load_state_dict({"conv_in.bias": other.conv_in.bias.detach()}, strict=False)
         assert torch.equal(model.conv_in.bias, other.conv_in.bias)

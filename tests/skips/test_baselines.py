@@ -115,7 +115,7 @@ class Magnitudes(nn.Module):
         return x
 
 
-def test_mp_cat_equals_a_network_that_joins_so() -> None:
+def test_mp_cat_equals_a_network_written_that_way() -> None:
     torch.manual_seed(0)
     model, by_hand = Magnitudes(None), Magnitudes(0.3)
     by_hand.load_state_dict(model.state_dict())
@@ -195,7 +195,7 @@ def test_detected_models_take_mp_cat_and_layernorm() -> None:
         assert not torch.allclose(model(*chosen.inputs()), before)
 
 
-def test_mp_cat_reaches_every_module_that_is_handed_what_was_joined() -> None:
+def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
     model, t = RootShortcut().eval(), 0.3
 
     def by_hand(x: Tensor, skip: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(family: str, method: str
     assert not scalelong.skips.is_scaled(model)
 
 
-def test_a_tutorial_unet_takes_every_peer_of_skips() -> None:
+def test_a_tutorial_unet_takes_every_baseline() -> None:
     for method in ("mp_cat", "layernorm", "freeu"):
         model = TutorialUNet().eval()
         scalelong.apply(model, method, example=image())

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scalelong
 from scalelong.scaling.constant import ConstantScaling
+from scalelong.skips.families import stages
 from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build, output
 from tests.skips.oracle import hand_scaled_output
 
@@ -164,3 +165,18 @@ def test_gradient_checkpointing_gives_the_same_gradients(family: Family) -> None
     assert expected.keys() == got.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@every_family
+def test_stages_run_from_the_encoder_to_the_decoder(family: Family) -> None:
+    """Every skip is made in an earlier stage than it is used in, or before the first stage."""
+    model = build(family)
+    names = stages(model)
+    assert all(isinstance(model.get_submodule(name), torch.nn.Module) for name in names)
+
+    def stage(module: str) -> int:
+        return next((at for at, name in enumerate(names) if f"{module}.".startswith(f"{name}.")), -1)
+
+    for skip in scalelong.find_skips(model):
+        if family.name != "MatrixUNet":  # whose joins are modules between the stages
+            assert stage(skip.made_in) < stage(skip.used_in)

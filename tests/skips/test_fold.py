@@ -37,7 +37,7 @@ def assert_no_remains(model: nn.Module, before: nn.Module) -> None:
         ("UViT", True, {"out_blocks.0.skip_linear.weight"}),
     ],
 )
-def test_known_families_with_weights_right_on_the_skip(name: str, generated: bool, weights: set[str]) -> None:
+def test_known_families_with_weights_directly_on_the_skip(name: str, generated: bool, weights: set[str]) -> None:
     family = FAMILY[name]
     model, plain = build(family).double(), build(family).double()
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in family.inputs().items()}
@@ -53,7 +53,7 @@ def test_known_families_with_weights_right_on_the_skip(name: str, generated: boo
     "name",
     ["nested segmentation", "pix2pix style", "tutorial UNet", "token U-ViT", "shared parts", "data-dependent branch"],
 )
-def test_detected_models_with_weights_right_on_the_skip(name: str) -> None:
+def test_detected_models_with_weights_directly_on_the_skip(name: str) -> None:
     stand_in = STAND_IN[name]
     torch.manual_seed(0)
     model = stand_in.build().double().eval()
@@ -134,7 +134,7 @@ def test_gates_cannot_be_folded() -> None:
     assert scalelong.skips.is_scaled(model)
 
 
-def test_a_weight_that_serves_elsewhere_too_is_refused() -> None:
+def test_a_weight_that_is_used_elsewhere_is_refused() -> None:
     class Tied(TutorialUNet):
         """Its second decoder's convolution is used once more on something else."""
 

@@ -17,7 +17,7 @@ LIMITS = limits()
 @pytest.mark.slow
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("subject", subjects().values(), ids=lambda subject: subject.name)
-def test_a_scaled_model_comes_through(subject: Subject, situation: str) -> None:
+def test_a_scaled_model_works_with(subject: Subject, situation: str) -> None:
     limit = LIMITS.get((subject.name, situation))
     if limit is None:
         SITUATIONS[situation](subject)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,9 @@ class SqueezeExcite(nn.Module):
             hidden = size // max(1, size // 4)  # N_i / r_i with r_i = floor(N_i / 4)
             self.encoders[str(size)] = _bottleneck(size, hidden, smallest, activation)
             self.decoders[str(size)] = _bottleneck(smallest, hidden, size, activation)
-        for last in self.decoders.values() if self.decoders else [self.zeta]:
-            _shift_bias(last[-1].bias, start)
+        outputs: list[Any] = list(self.decoders.values()) or [self.zeta]
+        for network in outputs:
+            _shift_bias(network[-1].bias, start)
 
     def forward(self, pooled: Tensor) -> Tensor:
         if not self.encoders:

@@ -102,26 +102,12 @@ def uncompiled() -> AbstractContextManager[Any]:
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
-class _Attributes:
-    """The attributes and buffers of a module, e.g. a cache and its counter."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.cls = module, type(module)
-        self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
-
-    def restore(self) -> None:
-        if type(self.module) is not self.cls:
-            return  # a lazy module that has been initialized
-        now = vars(self.module)
-        now.update({name: value for name, value in self.attributes.items() if name in now})
-        self.module._buffers.update(self.buffers)
-
-
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode, no inference mode; afterwards modes, attributes, buffers and random states are restored."""
     modes = [(module, module.training) for module in model.modules()]
-    attributes = [_Attributes(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
     mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -134,8 +120,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        for each in attributes:
-            each.restore()
+        for module, cls, values, owned in attributes:
+            if type(module) is cls:  # not a lazy module that has been initialized
+                now = vars(module)
+                now.update({name: value for name, value in values.items() if name in now})
+                module._buffers.update(owned)
         with torch.no_grad():
             for buffer, version, before in buffers:
                 if buffer._version != version:

@@ -59,11 +59,6 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
     """Random inputs for models of the most common classes; ValueError for others.
 
     full_size: images at the model's native resolution rather than the smallest possible.
-
-    >>> from scalelong.backbones import UViT, UViTConfig
-    >>> args, kwargs = generated_example(UViT(UViTConfig(image_size=8, patch_size=2, dim=16, depth=2, heads=2)))
-    >>> {name: tuple(tensor.shape) for name, tensor in kwargs.items()}
-    {'x': (1, 3, 8, 8), 'time': (1,)}
     """
     family = known_family(model)
     if family is None or family.example is None:
@@ -126,13 +121,14 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
         made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
         for b, block in enumerate(model.down_blocks):
             made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
-        hidden = _resnet(model.down_blocks[-1].resnets[-1]).out_channels
+        last = model.down_blocks[-1].resnets[-1]
+        hidden = getattr(last, "spatial_res_block", last).out_channels
         for b, block in enumerate(model.up_blocks):
             consumer = f"up_blocks.{b}"
             for r, resnet in enumerate(block.resnets):
-                core = _resnet(resnet)
-                size = SkipSize(core.in_channels - hidden)
-                yield made.pop(), f"{consumer}.resnets.{r}", size, core.reach(hidden), consumer, Item(argument, -1 - r)
+                core = getattr(resnet, "spatial_res_block", resnet)
+                size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
+                yield made.pop(), f"{consumer}.resnets.{r}", size, reach, consumer, Item(argument, -1 - r)
                 hidden = core.out_channels
 
     return skips
@@ -159,22 +155,9 @@ def _has_k_blocks(model: Any) -> bool:
     return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
 
 
-@dataclass(frozen=True)
-class _ResNet:
-    """A ResNet block that first normalizes [hidden, skip] and at the end adds a shortcut of it."""
-
-    in_channels: int
-    groups: int
-    out_channels: int
-
-    def reach(self, hidden: int) -> Reach:
-        """GroupNorm cancels kappa where no group holds both hidden and skip channels: only the shortcut then sees it."""
-        return "shortcut" if hidden % (self.in_channels // self.groups) == 0 else "partial"
-
-
-def _resnet(block: Any) -> _ResNet:
-    block = getattr(block, "spatial_res_block", block)
-    return _ResNet(block.norm1.num_channels, block.norm1.num_groups, block.out_channels)
+def _reach(norm: Any, hidden: int) -> Reach:
+    """GroupNorm of [hidden, skip] cancels kappa if no group holds channels of both: only the shortcut then sees it."""
+    return "shortcut" if hidden % (norm.num_channels // norm.num_groups) == 0 else "partial"
 
 
 def _unet_1d(model: Any) -> Iterator[Found]:
@@ -201,9 +184,8 @@ def _kandinsky3(model: Any) -> Iterator[Found]:
         norm = model.up_blocks[b].resnets_in[0].resnet_blocks[0].group_norm.norm
         hidden = _out_channels(model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection)
         channels = norm.num_channels - hidden
-        reach = _ResNet(norm.num_channels, norm.num_groups, 0).reach(hidden)
         slot = ChannelSlice(Argument(0, "x"), -channels, channels)
-        yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), reach, consumer, slot
+        yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), _reach(norm, hidden), consumer, slot
 
 
 def _stable_cascade(model: Any) -> Iterator[Found]:

@@ -84,9 +84,7 @@ class ChannelSlice:
                 f"skip {index}: its consumer received {width} channels, not the {self.total} that contain the skip; this "
                 "call takes another path through the model than the example did, find the skips with such an example"
             )
-        start = self.start % width
-        sizes = [start, self.channels, width - start - self.channels]
-        before, skip, after = torch.split(joined, sizes, dim=self.dim)
+        before, skip, after = _split(joined, self.start % width, self.channels, self.dim)
         parts = [scaling.scale_main(index, before), scaling(index, skip), scaling.scale_main(index, after)]
         return self.argument.put(call, torch.cat([part for part in parts if part.shape[self.dim]], dim=self.dim))
 
@@ -115,9 +113,12 @@ class OutputChannels:
     channels: int
 
     def scale_output(self, output: Tensor, index: int, scaling: Scaling) -> Tensor:
-        sizes = [self.start, self.channels, output.shape[1] - self.start - self.channels]
-        before, skip, after = torch.split(output, sizes, dim=1)
+        before, skip, after = _split(output, self.start, self.channels, 1)
         return torch.cat([part for part in (before, scaling(index, skip), after) if part.shape[1]], dim=1)
+
+
+def _split(tensor: Tensor, start: int, size: int, dim: int) -> tuple[Tensor, ...]:
+    return torch.split(tensor, [start, size, tensor.shape[dim] - start - size], dim=dim)
 
 
 HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules to hook, with the skip's slot

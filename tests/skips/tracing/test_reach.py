@@ -94,7 +94,7 @@ def test_the_rules_of_known_families_say_what_is_measured(family: Family) -> Non
     assert measure_reach(model, known, ((), family.inputs())) == [skip.reach for skip in known]
 
 
-def test_without_values_the_rule_stands() -> None:
+def test_without_values_the_rule_is_used() -> None:
     with torch.device("meta"):
         model = FAMILIES[0].build()
     known = scalelong.find_skips(model)

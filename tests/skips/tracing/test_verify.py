@@ -183,7 +183,7 @@ def test_a_model_that_fixes_its_precision_is_checked_in_that() -> None:
         scalelong.verify(model, example=image())
 
 
-def test_checkpointing_does_not_deceive_the_check() -> None:
+def test_a_model_with_checkpointing_can_be_verified() -> None:
     model = build(FAMILIES[0]).train()
     scalelong.apply(model, "cs")
     model.enable_gradient_checkpointing()

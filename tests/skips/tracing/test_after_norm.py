@@ -60,7 +60,7 @@ def net(groups: int) -> Net:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_it_does_what_the_hand_written_block_does(groups: int) -> None:
+def test_it_equals_a_hand_written_block(groups: int) -> None:
     model, by_hand, x = net(groups), net(groups), randn(2, 3, 8, 8)
     handle = scalelong.apply(model, "cs", kappa=0.5, placement="after_norm", example=x)
     assert [skip.reach for skip in handle.skips] == ["full"] * 3

@@ -51,7 +51,7 @@ class TestNothingIsChanged:
         assert random.getstate() == states[1]
         assert np.array_equal(np.random.get_state()[1], states[2])
 
-    def test_what_a_forward_assigns_anew_comes_back(self) -> None:
+    def test_attributes_assigned_by_a_forward_are_restored(self) -> None:
         class Caching(TutorialUNet):
             """A new tensor in place of a buffer, and a cache with the number that says how large it is."""
 
@@ -119,7 +119,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"no example input.*example=\(x, t\)"):
             scalelong.apply(TutorialUNet(), "cs")
 
-    def test_an_example_of_the_wrong_sort(self) -> None:
+    def test_an_example_of_the_wrong_type(self) -> None:
         with pytest.raises(TypeError, match=r"example: must be a tensor.*got int"):
             scalelong.apply(TutorialUNet(), "cs", example=3)
 
@@ -135,7 +135,7 @@ class TestBadInput:
         with pytest.raises(TypeError, match="make it an attribute of a module"):
             scalelong.apply(nn.Sequential(TutorialUNet()), "cs", example=image())
 
-    def test_another_path_than_the_examples_is_refused_when_it_is_taken(self) -> None:
+    def test_a_call_on_another_path_than_the_examples_is_refused(self) -> None:
         class Careless(GatedBranch):
             """On bright images the wide layers get the hidden state twice as wide, and no skip."""
 
@@ -167,7 +167,7 @@ def test_an_example_may_be_given_in_several_ways(example) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="older torch compiles while we look")
-def test_a_model_of_compiled_blocks_is_looked_at_as_it_was_written() -> None:
+def test_a_model_of_compiled_blocks_is_traced_in_eager_mode() -> None:
     plain = TutorialUNet().eval()
     model = copy.deepcopy(plain)
     for name in ("down1", "down2", "up1"):
@@ -178,7 +178,7 @@ def test_a_model_of_compiled_blocks_is_looked_at_as_it_was_written() -> None:
     torch.testing.assert_close(model(*image()), plain(*image()), rtol=1e-5, atol=1e-6)
 
 
-def test_scripted_parts_are_named_as_what_hides_the_skips() -> None:
+def test_scripted_parts_are_named_in_the_error() -> None:
     model = TutorialUNet()
     model.down1 = torch.jit.script(model.down1)
     with pytest.raises(ValueError, match="scripted parts, which cannot be traced: script it after scaling"):

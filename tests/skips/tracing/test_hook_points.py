@@ -1,4 +1,4 @@
-"""Finding the long skips of networks nobody told us about."""
+"""Finding the long skips of unknown networks, and where to hook them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_gates_fit_the_sizes_found(stand_in: StandIn) -> None:
 
 @pytest.mark.parametrize("axis", ["tokens", "channels"])
 @pytest.mark.parametrize("timed", [False, True])
-def test_gates_look_at_one_image_alone_where_tokens_come_first(axis: str, timed: bool) -> None:
+def test_gates_depend_on_one_sample_alone_with_tokens_first(axis: str, timed: bool) -> None:
     class TokensIn(SkipEncoder):
         """Its input has the tokens first, too, and only the times tell how many images there are."""
 
@@ -175,7 +175,7 @@ def test_a_skip_by_position_is_an_argument() -> None:
 
 
 @pytest.mark.slow
-def test_a_network_of_sdxls_size_is_looked_at_in_seconds_without_its_weights() -> None:
+def test_a_network_of_sdxl_size_is_traced_in_seconds_on_meta() -> None:
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -211,7 +211,7 @@ class ZerosFromInput(nn.Module):
         return x
 
 
-def test_a_tensor_that_has_only_the_type_of_another_does_not_come_of_it() -> None:
+def test_zeros_like_does_not_depend_on_its_input() -> None:
     from scalelong.skips.tracing.trace import trace
 
     found = trace(ZerosFromInput(), (image(), {}))
@@ -250,7 +250,7 @@ def test_a_tensor_kept_twice_in_a_row_is_two_skips(idle: bool) -> None:
     assert all(check.effect > 1e-4 for check in scalelong.verify(model, example=image()).checks)
 
 
-def test_the_k_upscalers_blocks_are_found_by_looking() -> None:
+def test_the_k_upscalers_blocks_are_found_by_tracing() -> None:
     """Each up block takes the last tensor of its level; the innermost level's is the main path itself."""
     from diffusers import UNet2DConditionModel
 
