@@ -57,7 +57,7 @@ def test_another_seed_is_another_image(sampler):
 
 
 @pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
-def test_starting_noise_given_or_drawn_is_the_same(name, sampler):
+def test_starting_noise_as_a_tensor_or_by_seed(name, sampler):
     objective, index = Objective(get_process(name)), torch.arange(3)
     start = normal(5, "sample/start", index, (1, 4, 4))
     if sampler in ("ddpm", "euler_maruyama"):
@@ -70,7 +70,7 @@ def test_starting_noise_given_or_drawn_is_the_same(name, sampler):
 
 @pytest.mark.parametrize(("name", "sampler"), [pair for pair in EVERY_PAIR if pair[0] != "edm"])
 def test_the_condition_reaches_the_network_and_clip_bounds_its_image(name, sampler):
-    """A network that always answers with its label draws the label; Euler-Maruyama to the size of its last step."""
+    """A network that always predicts its label samples the label; Euler-Maruyama to the size of its last step."""
     level = torch.tensor([-5.0, 0.25, 3.0]).view(3, 1, 1, 1)
     options = {"sampler": sampler, "steps": 200 if sampler == "euler_maruyama" else 20, "level": level}
     start = (0, torch.arange(3), SHAPE)
@@ -99,7 +99,7 @@ def test_clip_bounds_edm_images_too(sampler):
 
 
 @pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
-def test_the_network_is_asked_at_the_times_of_the_process(name, sampler):
+def test_the_network_is_evaluated_at_the_times_of_the_process(name, sampler):
     process, asked, reported = get_process(name), [], []
 
     def net(x, time):
@@ -214,7 +214,7 @@ def test_the_formula_in_one_doubled_batch() -> None:
     assert net.batches == [6]
 
 
-def test_the_null_condition_goes_where_the_condition_is() -> None:
+def test_the_null_condition_moves_to_the_device_of_the_condition() -> None:
     labels = torch.tensor([1, 2, 3], device="meta")
     found = guided(Counting(), NULL, 2.5)(
         torch.randn(3, 4, device="meta"), torch.ones(3, device="meta"), class_labels=labels

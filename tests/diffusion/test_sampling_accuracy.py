@@ -69,7 +69,7 @@ ODE_ERROR = {
 
 
 @pytest.mark.parametrize(("name", "sampler"), ODE_ERROR)
-def test_ode_samplers_draw_the_data(name, sampler):
+def test_ode_samplers_sample_the_data_distribution(name, sampler):
     """The mean is off by what starting from mean 0 instead of alpha MEAN leaves, at most 0.007."""
     mean, matrix = ode_map(Objective(get_process(name)), sampler=sampler, steps=50)
     assert relative_error(matrix @ matrix.T) < ODE_ERROR[name, sampler]
@@ -138,7 +138,7 @@ SDE_ERROR = {
 
 
 @pytest.mark.parametrize(("name", "sampler", "eta"), SDE_ERROR)
-def test_stochastic_samplers_draw_the_data(monkeypatch, name, sampler, eta):
+def test_stochastic_samplers_sample_the_data_distribution(monkeypatch, name, sampler, eta):
     objective = Objective(get_process(name))
     steps, *bounds = SDE_ERROR[name, sampler, eta]
     errors = []

@@ -26,7 +26,7 @@ def test_every_method_starts_from_the_same_weights_and_the_global_generator_is_l
     assert not torch.equal(build_model(tiny(training_seed=1), (1, 8, 8)).pos_embed, models[0].pos_embed)
 
 
-def test_a_unet_is_built_for_the_images_at_hand() -> None:
+def test_a_unet_is_built_for_the_shape_of_the_images() -> None:
     model = build_model(tiny(model_backbone="unet", model_channels=(32, 64)), (1, 8, 8))
     assert model(torch.zeros(2, 1, 8, 8), 3).sample.shape == (2, 1, 8, 8)
     assert len(model.scalelong.current()) == 6
@@ -47,13 +47,13 @@ def test_peers_are_built_from_their_settings(method: str, options: dict[str, flo
     assert model(torch.zeros(2, 1, 8, 8), torch.zeros(2)).shape == (2, 1, 8, 8)
 
 
-def test_a_unet_is_scaled_behind_its_norms_where_the_settings_say_so() -> None:
+def test_placement_after_the_norms() -> None:
     settings = {"model_backbone": "unet", "model_channels": (32, 64), "scaling_method": "cs"}
     model = build_model(tiny(**settings, scaling_placement="after_norm"), (1, 8, 8))
     assert model.config["long_skip_scaling"]["placement"] == "after_norm"
 
 
-def test_what_is_for_sampling_only_is_not_trained_with() -> None:
+def test_freeu_is_not_for_training() -> None:
     with pytest.raises(ValueError, match=r"scaling\.method: 'freeu' is for sampling from a trained model"):
         check_config(tiny(scaling_method="freeu"))
 

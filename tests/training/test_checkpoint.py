@@ -40,7 +40,7 @@ def test_the_round_trip_and_the_newest_are_kept(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip a byte", "cut", "remove", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_by_name(damage: str, tmp_path, caplog) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named(damage: str, tmp_path, caplog) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, content(step), keep=2)
     file = tmp_path / "step-00000002" / "model.safetensors"
@@ -58,18 +58,18 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(damage: str, tmp_path, capl
     assert "step-00000002" in caplog.text
 
 
-def test_if_all_are_damaged_nothing_starts_afresh(tmp_path) -> None:
+def test_it_is_an_error_if_all_are_damaged(tmp_path) -> None:
     save_checkpoint(tmp_path, 1, content(1), keep=2)
     (tmp_path / "step-00000001" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint is usable.*state\.json.*damaged"):
         load_newest(tmp_path)
 
 
-def test_without_any_checkpoint_there_is_none(tmp_path) -> None:
+def test_no_checkpoint_is_none(tmp_path) -> None:
     assert load_newest(tmp_path / "nothing") is None
 
 
-def test_a_failed_write_leaves_the_older_ones_and_no_rest(tmp_path, monkeypatch) -> None:
+def test_a_failed_write_leaves_the_older_checkpoints_alone(tmp_path, monkeypatch) -> None:
     save_checkpoint(tmp_path, 1, content(1), keep=2)
 
     def full(*_: object) -> None:
@@ -89,7 +89,7 @@ def test_a_stale_staging_folder_is_removed(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_one_that_is_being_removed_is_none_any_more(tmp_path, monkeypatch) -> None:
+def test_a_checkpoint_killed_during_removal_is_not_listed(tmp_path, monkeypatch) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, content(0), keep=2)
     with monkeypatch.context() as patched:
@@ -149,13 +149,13 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_too_little_space_is_said_before_training(tmp_path, monkeypatch) -> None:
+def test_too_little_space_is_reported_before_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
     with pytest.raises(OSError, match=r"0\.0 GB free; 2 checkpoints and one being written need"):
         train(tiny(), tmp_path / "run")
 
 
-def test_no_permission_is_said_before_training(tmp_path, monkeypatch) -> None:
+def test_missing_permission_is_reported_before_training(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PermissionError, match="no permission to write"):
         train(tiny(), tmp_path / "run")
@@ -170,7 +170,7 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path) -> None:
     first.run()
 
 
-def test_a_folder_is_free_again_whatever_happened(tmp_path) -> None:
+def test_the_lock_is_released_whatever_happened(tmp_path) -> None:
     done = Trainer(tiny(training_steps=4), tmp_path / "run")
     done.run()
     complete = Trainer(tiny(training_steps=4), tmp_path / "run")
@@ -195,7 +195,7 @@ def test_a_folder_whose_run_never_began_takes_other_settings(tmp_path) -> None:
     assert from_yaml(tmp_path / "run" / "config.yaml") == tiny(training_steps=1)
 
 
-def test_a_finished_run_keeps_its_settings_when_fewer_steps_are_asked_for(tmp_path) -> None:
+def test_a_complete_run_keeps_its_settings_when_fewer_steps_are_requested(tmp_path) -> None:
     train(tiny(training_steps=8), tmp_path / "run")
     train(tiny(training_steps=4), tmp_path / "run")
     assert from_yaml(tmp_path / "run" / "config.yaml").training.steps == 8

@@ -47,6 +47,12 @@ def make(net: Network | None = None, **options: Any) -> Tensor:
     return sample_images(OBJECTIVE, net or Shrink(), SHAPE, settings, **{"seed": 7, "progress": False} | options)
 
 
+def assert_same_images(one: Tensor, other: Tensor) -> None:
+    """Up to the rounding of other batch sizes and memory addresses."""
+    assert one.shape == other.shape
+    assert (one.int() - other.int()).abs().max() <= 1
+
+
 @pytest.mark.parametrize("sampler", ["dpm++2m", "ddim", "ddpm", "euler_maruyama"])
 def test_image_depends_on_seed_and_index_alone(sampler: str) -> None:
     whole = make(count=13, sampler=sampler)
@@ -54,15 +60,15 @@ def test_image_depends_on_seed_and_index_alone(sampler: str) -> None:
     assert whole.dtype == torch.uint8
     assert len(whole.flatten(1).unique(dim=0)) == 13
     for batch_size in (1, 4, 13, 100):
-        assert torch.equal(make(count=13, sampler=sampler, batch_size=batch_size), whole)
-    assert torch.equal(make(indices=[11, 2, 5], sampler=sampler, batch_size=2), whole[[11, 2, 5]])
+        assert_same_images(make(count=13, sampler=sampler, batch_size=batch_size), whole)
+    assert_same_images(make(indices=[11, 2, 5], sampler=sampler, batch_size=2), whole[[11, 2, 5]])
     assert not torch.equal(make(count=13, sampler=sampler, seed=8), whole)
 
 
 def test_images_are_those_of_the_sampler() -> None:
     index = torch.arange(5)
     want = sample(OBJECTIVE, Shrink().eval(), (7, index, SHAPE), SamplingSettings("heun", steps=3))
-    assert torch.equal(make(count=5, sampler="heun", steps=3, clip=True), to_uint8(want))
+    assert_same_images(make(count=5, sampler="heun", steps=3, clip=True), to_uint8(want))
 
 
 def test_every_batch_has_one_shape() -> None:
@@ -79,9 +85,9 @@ def test_condition_follows_the_index() -> None:
         return {"label": (index % 3).float()}
 
     whole = make(count=9, condition=labels)
-    assert torch.equal(make(count=9, condition=labels, batch_size=2), whole)
+    assert_same_images(make(count=9, condition=labels, batch_size=2), whole)
     plain = make(count=9)
-    same = [bool(torch.equal(a, b)) for a, b in zip(whole, plain, strict=True)]
+    same = [int((a.int() - b.int()).abs().max()) <= 1 for a, b in zip(whole, plain, strict=True)]
     assert same == [index % 3 == 0 for index in range(9)]
 
 
@@ -91,13 +97,13 @@ def test_network_is_left_in_the_mode_it_was_in() -> None:
     batches = sample_batches(OBJECTIVE, inner, SHAPE, SamplingSettings(count=4, batch_size=2, steps=2), progress=False)
     next(iter(batches))
     assert [module.training for module in net.modules()] == [True, True, True, False]
-    assert torch.equal(make(inner, count=3), make(Shrink().eval(), count=3))
+    assert_same_images(make(inner, count=3), make(Shrink().eval(), count=3))
 
 
 def test_the_module_inside_a_network_is_found() -> None:
     """Its dropout is off while it samples, and samples live where its weights are."""
     inner = Shrink()
-    assert torch.equal(make(as_network(inner), count=3), make(Shrink().eval(), count=3))
+    assert_same_images(make(as_network(inner), count=3), make(Shrink().eval(), count=3))
     assert all(module.training for module in inner.modules())
     with pytest.raises(RuntimeError, match="unsupported autocast device_type 'meta'"):
         make(as_network(Shrink().to("meta")), count=1, precision="bf16")

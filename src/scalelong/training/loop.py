@@ -320,8 +320,8 @@ def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] =
     >>> from scalelong.runs.settings import ModelSettings, TrainingSettings
     >>> model = ModelSettings(patch_size=4, dim=16, depth=4, heads=2)
     >>> config = RunConfig(model=model, training=TrainingSettings(steps=2, batch_size=8, sample_every=0))
-    >>> train(config, "run")
-    PosixPath('run')
+    >>> train(config, "tiny-run")
+    PosixPath('tiny-run')
     """
     return Trainer(config, folder, observers).run()
 

@@ -50,7 +50,12 @@ def load_run(
 
     A folder that `scalelong export --format diffusers` wrote is a run, too, with the one model that it holds.
 
-    >>> load_run("runs/digits-ls").model.eval()  # doctest: +SKIP
+    >>> from dataclasses import replace
+    >>> from scalelong.training import get_preset, train
+    >>> preset = get_preset("digits-demo")
+    >>> short = replace(preset.training, steps=1, sample_every=0)
+    >>> load_run(train(replace(preset, training=short), "short-run")).step
+    1
     """
     folder = Path(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
