@@ -121,13 +121,13 @@ def known_table() -> str:
 
 
 def tried_families() -> Iterator[dict[str, Any]]:
-    """Known by name, and looked at as if they were not."""
+    """Known classes, traced as if they were unknown."""
     for family in FAMILIES:
         model, inputs = build(family), family.inputs()
-        seen = len(scalelong.skips.detect.detect(model, ((), inputs)).skips())
+        seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())
         handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
         assert seen == len(handle.skips), family.name
-        report = scalelong.verify(model, **inputs)
+        report = scalelong.verify(model, example=inputs)
         worst = max(max(check.output_error, check.gradient_error or 0.0) for check in report.checks)
         reach = [skip.reach for skip in handle.skips]
         package = {True: "diffusers", False: "monai" if "MONAI" in family.name else "scalelong"}[family.diffusers]

@@ -29,7 +29,7 @@ def test_runs_are_tabulated_raced_and_written(tmp_path: Path, capsys: pytest.Cap
     assert all((tmp_path / name).is_file() for name in ("t.csv", "t-pairs.csv", "r.html"))
 
 
-def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_reached_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", "none")
     write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)])
     assert main(["compare", str(tmp_path), "--loss", "0.01", "--metric-value", "5"]) == 0
@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pyte
     assert "FID of 10,000 images was not measured for none" in text
 
 
-def test_the_report_races_to_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_report_uses_the_given_targets(tmp_path: Path) -> None:
     for name, method in (("a", "none"), ("b", "cs")):
         write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
     asked = ["--loss", "0.7", "--metric-value", "25"]

@@ -13,7 +13,7 @@ def compare(tmp_path: Path) -> Comparison:
     return compare_runs(read_runs([tmp_path])[0])
 
 
-def test_the_race_to_the_worst_final_loss_is_won_by_all_and_timed(tmp_path: Path) -> None:
+def test_all_runs_reach_the_worst_final_loss_and_are_timed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=[1.0, 0.8, 0.6, 0.4])
     write_run(tmp_path / "b", "cs", losses=[0.9, 0.5, 0.4, 0.3], seconds=2.0)
     race = compare(tmp_path).loss_race()
@@ -85,7 +85,7 @@ def test_the_losses_of_single_seeds_are_paired_step_by_step(tmp_path: Path) -> N
     assert not comparison.difference(ls, none, "final_loss").clear  # another seed: it is not
 
 
-def test_one_seed_against_several_counts_all_of_them_and_tells_nothing(tmp_path: Path) -> None:
+def test_one_seed_against_several_has_no_clear_difference(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", 0, losses=[0.5] * 10)
     write_run(tmp_path / "b", "none", 1, losses=[0.3] * 10)
     write_run(tmp_path / "c", "cs", 0, losses=[0.49] * 10)
@@ -96,7 +96,7 @@ def test_one_seed_against_several_counts_all_of_them_and_tells_nothing(tmp_path:
     assert not difference.clear
 
 
-def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
+def test_losses_of_different_data_or_objectives_are_not_raced(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 9.5), (40, 9.0)])
     write_run(tmp_path / "b", "cs", diffusion_prediction="x0", evaluations=[(40, 8.0)])
     comparison = compare(tmp_path)
@@ -110,7 +110,7 @@ def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
     assert comparison.metric_race(comparison.metrics[0]) is None
 
 
-def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp_path: Path) -> None:
+def test_single_measurements_are_raced_only_to_a_given_value(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(40, 20.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(40, 15.0)])
     comparison = compare(tmp_path)
@@ -120,7 +120,7 @@ def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp
     assert (asked.asked, asked.protocol) == (True, "10,000 images, inception")
 
 
-def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:
+def test_only_measured_methods_take_part_in_a_metric_race(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(20, 30.0), (40, 20.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(20, 20.0), (40, 15.0)])
     write_run(tmp_path / "c", "ls")

@@ -20,7 +20,7 @@ def groups(tmp_path: Path) -> list[Group]:
     return group_runs(read_runs([tmp_path])[0])
 
 
-def test_seeds_and_lengths_do_not_separate(tmp_path: Path) -> None:
+def test_runs_that_differ_in_seed_or_length_are_one_group(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "cs", seed=1)
     write_run(tmp_path / "b", "cs", seed=0, losses=[1.0] * 9)
     (only,) = groups(tmp_path)
@@ -36,7 +36,7 @@ def test_the_unscaled_network_comes_first_and_is_the_baseline(tmp_path: Path) ->
     assert baseline(groups(tmp_path)).label == "none"
 
 
-def test_equal_names_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+def test_equal_names_get_the_settings_that_differ(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none")
     write_run(tmp_path / "b", "none", optimizer_lr=0.01)
     assert [group.label for group in groups(tmp_path)] == ["none (lr=0.001)", "none (lr=0.01)"]
@@ -49,7 +49,7 @@ def test_options_that_the_method_does_not_take_do_not_count(tmp_path: Path) -> N
     assert differing_settings([run.config for run in only.runs]) == {}
 
 
-def test_differing_settings_mark_what_has_no_effect(tmp_path: Path) -> None:
+def test_settings_without_effect_are_none(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none")
     write_run(tmp_path / "b", "cs", optimizer_lr=0.01)
     rows = differing_settings([group.config for group in groups(tmp_path)])

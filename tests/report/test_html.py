@@ -55,7 +55,7 @@ def test_everything_is_inside_the_file(tmp_path: Path) -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
 
 
-def test_what_runs_wrote_cannot_become_markup(tmp_path: Path) -> None:
+def test_records_are_escaped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     evil = "</script><script>alert(1)</script><img src=x>"
     text = (folder / "metrics.jsonl").read_text()
@@ -81,7 +81,7 @@ def test_the_page_says_what_is_missing_or_wrong(tmp_path: Path) -> None:
     assert "a single seed proves nothing" in text
 
 
-def test_runs_of_different_data_are_drawn_without_quality(tmp_path: Path) -> None:
+def test_runs_of_different_data_are_plotted_without_quality(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 4.0)])
     write_run(tmp_path / "b", data_name="emoji32", evaluations=[(20, 4.0)])
     text = page(tmp_path)

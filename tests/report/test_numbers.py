@@ -110,7 +110,7 @@ def test_the_sd_has_the_decimals_of_the_mean() -> None:
     assert with_sd(Estimate(100.0, 0.02, 3), 3) == "100 ± 0.020"  # a small sd is not rounded to none
 
 
-def test_changes_times_and_lists() -> None:
+def test_changes_durations_and_lists() -> None:
     assert percent(0.065, 0.1) == "−35%"
     assert percent(1.042, 1.0) == "+4.2%"
     assert percent(1.0, 0.0) == "–"
@@ -121,7 +121,7 @@ def test_changes_times_and_lists() -> None:
     assert [joined(parts) for parts in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
 
 
-def test_names_are_shortened_as_far_as_they_stay_apart() -> None:
+def test_shortened_names_stay_distinct() -> None:
     assert shortened(["0123456789", "abcdefghij"]) == {"0123456789": "01234567", "abcdefghij": "abcdefgh"}
     assert set(shortened(["sha256:0123", "sha256:0145"]).values()) == {"sha256:012", "sha256:014"}
     assert shortened([]) == {}

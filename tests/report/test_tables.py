@@ -31,7 +31,7 @@ def test_measures_are_mean_and_sd_and_unknown_columns_are_left_out(tmp_path: Pat
     assert cs[-1] == "–"
 
 
-def test_what_is_not_reached_is_said(tmp_path: Path) -> None:
+def test_targets_that_are_not_reached_are_reported(tmp_path: Path) -> None:
     race = two_methods(tmp_path).loss_race(0.45)
     assert race is not None
     assert arrivals_table(race)[1] == [
@@ -49,7 +49,7 @@ def test_columns_line_up() -> None:
     assert aligned([["a", "long"], ["bcd", "1"]]) == "a    long\n---------\nbcd     1"
 
 
-def test_csv_holds_full_numbers_and_every_pair(tmp_path: Path) -> None:
+def test_csv_has_full_numbers_and_every_pair(tmp_path: Path) -> None:
     comparison = two_methods(tmp_path / "runs")
     race = comparison.loss_race()
     assert race is not None

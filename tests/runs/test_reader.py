@@ -38,7 +38,7 @@ def test_what_was_not_recorded_is_nan(tmp_path: Path) -> None:
     assert (run.middle_block, run.coefficients(), run.sample_grids()) == ("", [], [])
 
 
-def test_damaged_lines_and_values_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_lines_and_values_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "kind": "train", "loss": "much"}\n{"step": 40, "kind": "train", "loss": NaN}\n')
@@ -85,7 +85,7 @@ def test_evaluations_with_bad_fields_are_damaged_lines(change: str, tmp_path: Pa
     assert write_report([run], tmp_path / "r.html").is_file()
 
 
-def test_a_value_that_was_not_finite_is_no_damage_and_a_missing_one_is(tmp_path: Path) -> None:
+def test_a_null_value_is_not_damage_and_a_missing_one_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "value": null, "n": 10}\n')
@@ -96,14 +96,14 @@ def test_a_value_that_was_not_finite_is_no_damage_and_a_missing_one_is(tmp_path:
     assert (run.damaged_lines, run.evaluations, len(run.start)) == (3, (), 1)
 
 
-def test_huge_numbers_of_training_are_not_drawn(tmp_path: Path) -> None:
+def test_huge_numbers_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 30, "kind": "train", "loss": 1{"0" * 400}}}\n')
     assert read_run(folder).column("train", "loss") == ([10, 20], [1.0, 0.5])
 
 
-def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:
+def test_only_grids_sampled_during_training_are_found(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     for step in (20, 5):
         draw_grid(folder, step)
@@ -112,7 +112,7 @@ def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:
     assert [step for step, _ in read_run(folder).sample_grids()] == [5, 20]
 
 
-def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+def test_a_folder_of_runs_is_read_as_the_runs_in_it(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write_run(tmp_path / name)
     runs, refused = read_runs([tmp_path, tmp_path / "a"])

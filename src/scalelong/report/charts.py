@@ -175,7 +175,7 @@ def _by_block(index: int, group: Group, blocks: Sequence[str], what: str, upto: 
 
 
 def thinned(values: Sequence[float], limit: int) -> list[int]:
-    """Indices that keep a curve's shape: the lowest and highest of each of limit / 2 stretches, and both ends."""
+    """Indices that keep a curve's shape: the lowest and highest of limit / 2 intervals, and both ends."""
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}

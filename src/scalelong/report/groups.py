@@ -126,8 +126,8 @@ def protocols(metrics: Sequence[Metric]) -> dict[Metric, str]:
     result = {}
     for metric in metrics:
         alike = [other for other in metrics if (other.name, _protocol(other)) == (metric.name, _protocol(metric))]
-        told = [text(metric) for value, text in details if len({value(other) for other in alike}) > 1]
-        result[metric] = ", ".join([_protocol(metric), *told])
+        extra = [text(metric) for value, text in details if len({value(other) for other in alike}) > 1]
+        result[metric] = ", ".join([_protocol(metric), *extra])
     return result
 
 

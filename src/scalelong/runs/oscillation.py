@@ -1,4 +1,4 @@
-"""Relative oscillation and spread of a recorded series. No torch."""
+"""How much a recorded series moves, relative to its size. No torch: reports and diagnoses use it too."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-DEFAULT_EVERY = 50  # steps between two probes; keeps them below 2% of the step time (benchmarks/probe_overhead.py)
+PROBE_EVERY = (
+    50  # steps between probe records; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
+)
 
 
 def relative_oscillation(norms: Sequence[float]) -> float:
-    """mean |n_(k+1) - n_k| / mean n: change between records, relative to the size.
+    """mean |n_(k+1) - n_k| / mean n: how far a norm moves between two records, relative to its size.
 
     >>> relative_oscillation([1.0, 3.0, 2.0])
     0.75

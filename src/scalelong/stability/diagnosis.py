@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from scalelong.runs.oscillation import DEFAULT_EVERY
+from scalelong.runs.oscillation import PROBE_EVERY
 from scalelong.runs.reader import FINAL_SHARE, Run, read_run
 from scalelong.runs.settings import RunConfig
 
@@ -65,7 +65,7 @@ def _course(run: Run) -> list[Sentence]:
 def _features(run: Run) -> list[Sentence]:
     if not run.probe:
         text = "Features were not measured: 0 probe records."
-        advice = f"Train with --probe-every {DEFAULT_EVERY} to see which blocks oscillate."
+        advice = f"Train with --probe-every {PROBE_EVERY} to see which blocks oscillate."
         return [Sentence("features", f"{text} {advice}", 0)]
     found = _oscillations(run, "norm")
     if not found:
