@@ -86,6 +86,7 @@ class Mirror:
 
     def get(self, scratch: Path) -> Path:
         """The archive or folder, downloaded into `scratch`; a DataError if it cannot be had or has another hash."""
+        logger.info("trying %s: %s", self.kind, self.address)
         match self.kind:
             case "url":
                 found = http_get(self.address, scratch / Path(self.address).name)
@@ -155,7 +156,7 @@ class Download:
         home.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
         with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
-            self.unpack(mirror.get(Path(scratch)), files)
+            self.unpack(mirror.get(Path(scratch).absolute()), files)  # tools run in the scratch folder
             problems = bad_files(files, self.files, "", self.algorithm)
             if problems:
                 listed = ", ".join(f"{Path(problem.path).name} {problem.kind}" for problem in problems)
@@ -242,7 +243,6 @@ def _tool(name: str, remedy: str) -> str:
 
 def _run(command: list[str], folder: Path) -> None:
     shown = " ".join([Path(command[0]).name, *command[1:3]])
-    logger.info("running %s", shown)
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
