@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
+from scalelong.data.base import expected_shape
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY
@@ -24,7 +25,6 @@ from scalelong.training import PRESETS, get_preset, load_run
 from scalelong.training.build import build_model
 
 LARGE = 100_000_000  # parameters from which on a model is looked at on the meta device, without values
-SHAPES = {"digits": (1, 8, 8), "emoji32": (3, 32, 32), "cifar10": (3, 32, 32), "fashion_mnist": (1, 28, 28)}
 COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline, the first that is there is meant
 
 
@@ -86,7 +86,7 @@ def _find(target: str, example: Call | None) -> tuple[nn.Module, Call | None]:
 
 def _preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, sizes = EXPECTED.get(config.data.name, (SHAPES.get(config.data.name), Conditioning()))
+    shape, sizes = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
     if example is not None:
         channels, height, width = example[0][0].shape[1:]
         shape = (channels, height, width)
