@@ -8,16 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data.base import (
-    SOURCES,
-    DataError,
-    MemorySource,
-    check,
-    checked_labels,
-    expected_shape,
-    find_source,
-    load_source,
-)
+from scalelong.data.base import DataError, MemorySource, checked_labels
+from scalelong.data.registry import SOURCES, check, expected_shape, find_source, load_source
 
 
 def make(**changes: object) -> MemorySource:

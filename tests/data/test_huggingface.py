@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError, StreamLoader, check, load_source, sample_to_item
-from scalelong.data.base import Request
 from scalelong.data.huggingface import StreamedSource
 from scalelong.data.loader import load_images
+from scalelong.data.registry import Request
 
 from .conftest import noise
 

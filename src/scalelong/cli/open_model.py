@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.data.base import expected_shape
+from scalelong.data.registry import expected_shape
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.skips.attach import CONFIG_KEY

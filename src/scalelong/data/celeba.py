@@ -7,9 +7,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.folder import image_files
 from scalelong.data.images import FileSource
+from scalelong.data.registry import Request, register
 
 CROP = 140
 SIZE = 64

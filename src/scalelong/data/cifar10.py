@@ -16,9 +16,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, fetch
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 FILES = {
     "data_batch_1.bin": Expected(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.images import FileSource
+from scalelong.data.registry import Request, register
 
 KARPATHY = "dataset_coco.json"
 KARPATHY_SPLITS = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}

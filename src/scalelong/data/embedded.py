@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import Expected, bad_files
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 ASSETS = Path(__file__).parent / "assets"
 SHEET, TABLE = "emoji32.webp", "emoji32.json"

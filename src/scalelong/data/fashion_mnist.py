@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, fetch
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 FILES = {  # sha256 of the unpacked files: archives differ from packer to packer
     "train-images-idx3-ubyte": Expected(47_040_016, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),

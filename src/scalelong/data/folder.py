@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.images import EXTENSIONS, FileSource
+from scalelong.data.registry import Request, register
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 _HIDDEN = (".", "__MACOSX")

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, Request, checked_labels, hashed_items, register
+from scalelong.data.base import DataError, checked_labels, hashed_items
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import PictureSource, open_rgb
+from scalelong.data.registry import Request, register
 
 WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 

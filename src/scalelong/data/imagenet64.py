@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, Source, gather_rows, register
+from scalelong.data.base import DataError, Source, gather_rows
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import resize_all
+from scalelong.data.registry import Request, register
 from scalelong.files import atomic_write
 
 SIZE = 64

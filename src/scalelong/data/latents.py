@@ -22,18 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import (
-    DataError,
-    Problem,
-    Request,
-    Root,
-    Source,
-    checked_labels,
-    gather_rows,
-    load_source,
-    register,
-)
+from scalelong.data.base import DataError, Problem, Root, Source, checked_labels, gather_rows
 from scalelong.data.download import Expected, bad_files
+from scalelong.data.registry import Request, load_source, register
 from scalelong.random import normal
 
 PREFIX = "latents"
