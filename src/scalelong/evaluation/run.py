@@ -101,8 +101,7 @@ def source_of(run: TrainedRun) -> Source:
     source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
     if run.data and run.data != source.fingerprint:
         raise DataError(
-            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
-            "wrong hash",
+            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back"
         )
     return source
 
