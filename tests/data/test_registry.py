@@ -18,7 +18,7 @@ def test_unknown_name_gets_the_nearest_one_and_the_list() -> None:
     assert all(spec.form in str(caught.value) for spec in SOURCES.values())
     with pytest.raises(ValueError, match="did you mean 'fashion_mnist'"):
         find_source("Fashion-MNIST")
-    for odd in ("", "qqq", "folder:", "hf:"):
+    for odd in ("", "qqq", "folder:", "hf:", "digits:", "digits:more", "folder"):
         with pytest.raises(ValueError, match=r"data\.name: unknown"):
             find_source(odd)
 

@@ -64,7 +64,7 @@ def find_source(name: str) -> tuple[SourceSpec, str]:
     """The spec that a name refers to, and what follows its prefix; a plain path is a folder."""
     prefix, _, path = name.partition(":")
     spec = SOURCES.get(prefix)
-    if spec and (path or name == spec.form):
+    if spec and (path if ":" in spec.form else name == prefix):
         return spec, path
     if name and Path(name).expanduser().is_dir():
         return SOURCES["folder"], name

@@ -150,7 +150,7 @@ class _Values:
     def rows(self, index: Tensor) -> Tensor:
         """(B, m) float64 of the samples at these indices, in the order that training draws them."""
         if isinstance(self.data, Source):
-            stored = self.data.read_many(self.data.order(self.seed, index).tolist())
+            stored = self.data.read_many(sample_to_item(self.seed, len(self.data), index, self.data.window).tolist())
             values = self.data.prepare(stored, self.seed, index, None)
         else:
             drawn = self.data[sample_to_item(self.seed, len(self.data), index)]
