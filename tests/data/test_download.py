@@ -30,7 +30,7 @@ from .conftest import RECORDS, noise
 CANONICAL = dict(cifar10.FILES)
 
 
-def test_cache_folder_is_asked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALELONG_DATA", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

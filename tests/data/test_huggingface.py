@@ -90,7 +90,7 @@ def test_bad_rows_are_named_and_all_listed(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_unusable_datasets_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"a": [1], "b": ["x"]}).save_to_disk(str(tmp_path / "plain"))
     with pytest.raises(DataError, match="no image column among a, b"):
         load_source(f"hf:{tmp_path / 'plain'}")

@@ -186,7 +186,7 @@ def test_unfit_sources_and_folders_are_refused(encoded: Path, tmp_path: Path) ->
         load_autoencoder(tmp_path / "nowhere")
 
 
-def test_the_images_of_latents_are_found_again(tmp_path: Path) -> None:
+def test_original_images_of_latents(tmp_path: Path) -> None:
     source = load_source("digits")
     torch.manual_seed(0)
     model = small_autoencoder(1, (8, 8), latent_channels=1, size=8).eval().requires_grad_(False)
