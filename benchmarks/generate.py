@@ -1,4 +1,4 @@
-"""How long an evaluation takes on this machine: drawing images with U-ViT-S/2, and the Inception's features of them.
+"""How long an evaluation takes on this machine: sampling images with U-ViT-S/2, and their Inception features.
 
 python benchmarks/generate.py --num 10000 --out benchmarks/results/generate.json
 """
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import tyro
 
-from scalelong.backbones import UViT, as_network
+from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
 from scalelong.evaluation import InceptionFeatures, generate
 
@@ -26,7 +26,7 @@ class Benchmark:
     batch_sizes: tuple[int, ...] = (1000, 2000)
     modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
     precision: str = "bf16"
-    weights: str | None = None  # the Inception's file; default: fetched
+    weights: str | None = None  # file of the Inception weights; default: fetched
     out: str = ""
 
 
@@ -34,7 +34,12 @@ def main() -> None:
     command = tyro.cli(Benchmark, description=__doc__)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = UViT.from_preset("cifar10-s2").to(device).eval().requires_grad_(False)
+    model = (
+        UViT(UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8))
+        .to(device)
+        .eval()
+        .requires_grad_(False)
+    )
     with torch.no_grad():
         model.final_layer.weight.mul_(0.1)  # untrained weights: keep the images finite
     rows, images = [], torch.empty(0)
@@ -45,11 +50,9 @@ def main() -> None:
                 "shape": (3, 32, 32), "sampler": "dpm++2m", "batch_size": batch_size, "clip": True,
                 "precision": command.precision, "device": device, "progress": False,
             }  # fmt: skip
-            generate(Objective(VPSDE()), as_network(net), num_images=batch_size, steps=2, **options)  # warm up
+            generate(Objective(VPSDE()), net, num_images=batch_size, steps=2, **options)  # warm up
             started = time.perf_counter()
-            images = generate(
-                Objective(VPSDE()), as_network(net), num_images=command.num, steps=command.steps, **options
-            )
+            images = generate(Objective(VPSDE()), net, num_images=command.num, steps=command.steps, **options)
             rows.append({"what": f"{what}, batch {batch_size}", "seconds": time.perf_counter() - started})
             print(rows[-1], flush=True)
     for precision in ("fp32", "tf32"):

@@ -1,10 +1,10 @@
-"""What the oscillation probe costs at its default interval: training steps with and without it, interleaved in one run.
+"""Cost of the oscillation probe at its default interval: training steps with and without it, interleaved in one run.
 
     python benchmarks/probe_overhead.py --out benchmarks/results/probe_overhead_cpu.json
 
 Windows of steps alternate between the two, so that a machine that slows down slows both; the fastest of each kind are
-compared, and how far plain windows differ among themselves tells what that comparison is worth. A window holds exactly one
-measurement of the probe, which is also timed by itself: its share of a window's plain time is the overhead.
+compared, and the spread of the plain windows shows how reliable that comparison is. A window contains exactly one
+measurement of the probe, which is also timed on its own: its share of a window's plain time is the overhead.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import tyro
 from torch import nn
 
 from scalelong.cli.train import oscillation_probe
+from scalelong.runs.oscillation import PROBE_EVERY
 from scalelong.stability import OscillationProbe
-from scalelong.stability.probes import DEFAULT_EVERY
 from scalelong.training import RunConfig, Trainer, get_preset
 from scalelong.training.step import sample_indices
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is on the command line."""
+    """Command-line options."""
 
     preset: str = ""  # default: digits-demo on a CPU, cifar10-uvit-s2 at batch 64 with CUDA graphs on a GPU
     windows: int = 8  # of each kind
@@ -47,20 +47,20 @@ def main() -> None:
     )
     clock = time.perf_counter if on_gpu else time.process_time
     seconds: dict[str, list[float]] = {"plain": [], "probed": []}
-    probe = TimedProbe(oscillation_probe(trainer, DEFAULT_EVERY), clock)
+    probe = TimedProbe(oscillation_probe(trainer, PROBE_EVERY), clock)
     run_window(trainer, 0, probe)
     probe.seconds.clear()
     for window in range(1, 2 * command.windows + 1):
         kind = "probed" if window % 2 else "plain"
         started = clock()
         run_window(trainer, window, probe if kind == "probed" else None)
-        seconds[kind].append((clock() - started) / DEFAULT_EVERY)
+        seconds[kind].append((clock() - started) / PROBE_EVERY)
     plain, probed, measurement = min(seconds["plain"]), min(seconds["probed"]), median(probe.seconds)
-    share = measurement / (DEFAULT_EVERY * plain)
+    share = measurement / (PROBE_EVERY * plain)
     result = {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
         "torch": torch.__version__,
-        "every": DEFAULT_EVERY,
+        "every": PROBE_EVERY,
         "blocks": len(probe.probe.blocks),
         "plain_ms_per_step": plain * 1e3,
         "probed_ms_per_step": probed * 1e3,
@@ -103,8 +103,8 @@ def configured(name: str, on_gpu: bool) -> RunConfig:
 
 def run_window(trainer: Trainer, window: int, probe: TimedProbe | None) -> None:
     """As many steps as lie between two measurements, and one measurement if there is a probe."""
-    for number in range(1, DEFAULT_EVERY + 1):
-        step = window * DEFAULT_EVERY + number
+    for number in range(1, PROBE_EVERY + 1):
+        step = window * PROBE_EVERY + number
         index = sample_indices(trainer.config, step, 0, 0, 1)
         pending = trainer.stepper.compute(step, trainer.loader.batches([index]), stop=False)
         trainer.stepper.update(pending)

@@ -19,7 +19,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from scalelong.backbones import UViT, as_network
+from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.backbones.uvit import SkipLinear
 from scalelong.data import MemorySource, make_loader
 from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
@@ -48,7 +48,7 @@ class ConcatLinear(nn.Linear):
 def peer_steps(batch_size: int, device: torch.device, steps: int) -> float:
     """Seconds per step of the peer."""
     torch.manual_seed(0)
-    model = UViT.from_preset("cifar10-s2").to(device)
+    model = UViT(UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8)).to(device)
     for module in model.modules():
         if isinstance(module, SkipLinear):
             module.__class__ = ConcatLinear

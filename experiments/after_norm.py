@@ -62,12 +62,12 @@ def main() -> None:
     write_csv(rows, out / "runs.csv")
     table = averages(rows)
     training, model = configs[0].training, configs[0].model
-    told = (
+    setup = (
         f"UNet {model.channels} on {configs[0].data.name}, kappa = {options.kappa:g}, {training.steps} steps, "
         f"batch {training.batch_size}"
     )
-    write_summary(out, [], told, table=table)
-    draw(runs, rows, told, out / "after_norm.png")
+    write_summary(out, [], setup, table=table)
+    draw(runs, rows, setup, out / "after_norm.png")
     print_table(table)
 
 
@@ -128,7 +128,7 @@ def mean_and_sd(values: Sequence[float]) -> str:
 
 
 def draw(runs: dict[str, list[RunSeries]], rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Loss against the unscaled run's, gradient norms, and restlessness; a band spans the seeds."""
+    """Loss against the unscaled run's, gradient norms, and oscillation; a band spans the seeds."""
     figure, (loss, gradient, bars) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     plain = [run.column("train", "loss")[1] for run in runs["none"]]
     width = 0.8 / len(VARIANTS)

@@ -54,7 +54,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class AutoKappa:
-    """What is on the command line."""
+    """Command-line options."""
 
     steps: int = 500
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -86,8 +86,8 @@ def main() -> None:
     write_csv(table, out / "table.csv")
     draw(rows, chosen, out / "auto_kappa.png")
     claims = judged(table, rows, len(options.seeds))
-    told = f"U-ViTs of width 32, {options.steps} steps; loss of the averaged weights on fixed images, times and noises"
-    write_summary(out, claims, told, table=table)
+    setup = f"U-ViTs of width 32, {options.steps} steps; loss of the averaged weights on fixed images, times and noises"
+    write_summary(out, claims, setup, table=table)
     print_claims(claims)
 
 
@@ -146,7 +146,7 @@ def regrets(setting: Setting, rows: list[dict[str, Any]], picks: list[Chosen]) -
 
 
 def paired_sd(losses: list[list[float]]) -> float:
-    """How much a kappa's loss varies with the seed once each seed's own level is taken off."""
+    """How much a kappa's loss varies with the seed after each seed's mean is subtracted."""
     levels = [mean(column) for column in zip(*losses, strict=True)]
     if len(levels) < 2:
         return 0.0
@@ -159,7 +159,7 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
     regret = {c: mean(row["regret"] for row in table if row["choice"] == c) for c in (*RULES, "0.7", "no scaling")}
     noise = mean(row["sd"] for row in table) / (seeds * len(settings)) ** 0.5
     best = min(RULES, key=lambda rule: regret[rule])
-    told = ", ".join(f"{choice} {value:+.5f}" for choice, value in regret.items())
+    listed = ", ".join(f"{choice} {value:+.5f}" for choice, value in regret.items())
     chosen = mean(row["kappa"] for row in table if row["choice"] == best)
     gains = [
         mean(loss_of(rows, setting, kappa)) - mean(loss_of(rows, setting, kappa, "warmed"))
@@ -169,7 +169,7 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
     return [
         Claim(
             "Does a rule beat kappa = 0.7? (the paper leaves the choice open)",
-            f"mean regret over {len(settings)} settings: {told}; noise of such a mean {noise:.5f}; best rule: "
+            f"mean regret over {len(settings)} settings: {listed}; noise of such a mean {noise:.5f}; best rule: "
             f"{best}, which chose kappa {chosen:.2f} on average",
             regret[best] < regret["0.7"] - noise,
         ),
@@ -182,7 +182,7 @@ def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: int) 
 
 
 def draw(rows: list[dict[str, Any]], chosen: list[dict[str, Any]], path: Path) -> None:
-    """Loss against kappa in each setting, each seed's own level taken off, and below it what the rules chose."""
+    """Loss against kappa in each setting, each seed's mean subtracted, and below it what the rules chose."""
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     figure, panels = plt.subplots(
         2, len(settings), figsize=(4.8 * len(settings), 5.6), layout="constrained", height_ratios=(3, 2), sharex=True

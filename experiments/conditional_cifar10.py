@@ -39,7 +39,7 @@ class Conditional(Options):
 
     seeds: tuple[int, ...] = (0,)
     methods: tuple[str, ...] = ("none", "cs:0.5", "ls")
-    guidance: tuple[float, ...] = (1.5,)  # measured with each of these, drawn with the last
+    guidance: tuple[float, ...] = (1.5,)  # evaluated with each of these; the grid uses the last
     images: int = 0  # to measure; 0: 500 (cpu) or 10,000 (gpu)
     sampler_steps: int = 25
     weights: str | None = None  # the Inception's file (gpu); default: fetched and verified
@@ -57,11 +57,11 @@ def main() -> None:
         for evaluation in evaluations(run, options, device)
     ]
     write_csv(rows, out / "quality.csv")
-    drawn = {name: by_class(run, options, device) for name, (_, run) in found.items()}
-    draw(drawn, next(iter(found.values()))[1].sizes.class_names[:10], out / "grid.png")
+    sampled = {name: by_class(run, options, device) for name, (_, run) in found.items()}
+    draw(sampled, next(iter(found.values()))[1].sizes.class_names[:10], out / "grid.png")
     claims = [claim(rows, scale) for scale in options.guidance]
-    told = f"class-conditional, drop {base.condition.drop}; {setting(base)}; dpm++2m, {options.sampler_steps} steps"
-    write_summary(out, claims, told, table=rows)
+    setup = f"class-conditional, drop {base.condition.drop}; {setting(base)}; dpm++2m, {options.sampler_steps} steps"
+    write_summary(out, claims, setup, table=rows)
     print_claims(claims)
     print()
     print_table(rows)
@@ -110,10 +110,10 @@ def row(name: str, loss: float, evaluation: Evaluation) -> dict[str, Any]:
 def claim(rows: Sequence[dict[str, Any]], scale: float) -> Claim:
     """Whether both of the paper's methods beat the unscaled network here."""
     values = {each["run"]: each["value"] for each in rows if each["guidance"] == scale}
-    told = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
+    listed = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     return Claim(
         "class-conditional generation with CS and with LS has a lower FID than without scaling (Table 1, ImageNet 64)",
-        f"{rows[0]['metric']} of {rows[0]['images']:,} images with guidance {scale:g}: {told}",
+        f"{rows[0]['metric']} of {rows[0]['images']:,} images with guidance {scale:g}: {listed}",
         beats(values, lower=True),
     )
 
@@ -140,8 +140,8 @@ def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Ten
 def draw(images: dict[str, Tensor], names: Sequence[str], path: Path) -> None:
     """A block of rows for each run: one row for each class, its name on the left."""
     figure, axes = plt.subplots(1, len(images), figsize=(4.2 * len(images), 0.55 * len(names) + 0.5), squeeze=False)
-    for position, (title, drawn) in enumerate(images.items()):
-        framed = F.pad(drawn, [1, 1, 1, 1], value=255)
+    for position, (title, sampled) in enumerate(images.items()):
+        framed = F.pad(sampled, [1, 1, 1, 1], value=255)
         grid = framed.view(PER_CLASS, len(names), *framed.shape[1:]).permute(1, 3, 0, 4, 2)  # class, H, turn, W, C
         rows, height, turns, width, channels = grid.shape
         picture = grid.reshape(rows * height, turns * width, channels).numpy()

@@ -25,7 +25,7 @@ from scalelong.backbones import as_network
 from scalelong.data import Source, make_loader, to_float
 from scalelong.data.loader import Loader
 from scalelong.diffusion import draw_time_and_noise
-from scalelong.scaling.base import ConstantScaling, constant_coefficients
+from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.skips import scaling_of
 from scalelong.stability import stages
 from scalelong.training import RunConfig
@@ -168,7 +168,7 @@ def _train(ensemble: Ensemble, probe_every: int, name: str) -> Course:
 
 
 def for_member(config: RunConfig, member: Member) -> RunConfig:
-    """The run of its own that this member stands for."""
+    """The single run that this member corresponds to."""
     scaling = dataclasses.replace(config.scaling, method="cs", kappa=member.kappa)
     return dataclasses.replace(config, scaling=scaling, training=dataclasses.replace(config.training, seed=member.seed))
 
@@ -177,12 +177,12 @@ def _batches(ensemble: Ensemble, loaders: dict[int, Loader], step: int) -> tuple
     """Images, noises and times, (E, B, ...); members of one seed see the same."""
     size = ensemble.config.training.batch_size
     index = torch.arange((step - 1) * size, step * size)
-    drawn = {}
+    sampled = {}
     for seed, loader in loaders.items():
         images = next(iter(loader.batches([index]))).images
         t, noise = draw_time_and_noise(ensemble.objective.process, seed, index, ensemble.source.shape)
-        drawn[seed] = images, noise, t
-    rows = [drawn[member.seed] for member in ensemble.members]
+        sampled[seed] = images, noise, t
+    rows = [sampled[member.seed] for member in ensemble.members]
     images, noise, t = (torch.stack(parts) for parts in zip(*rows, strict=True))
     return images, noise, t
 

@@ -44,8 +44,8 @@ def main() -> None:
         for column in COLUMNS
         for claim in judged([row for row in rows if row["depth"] == depth], column, depth)
     ]
-    told = f"{setting(runs[0].config)}; depths {depths}, seeds {options.seeds}"
-    write_summary(out, claims, told, table=averages(rows))
+    setup = f"{setting(runs[0].config)}; depths {depths}, seeds {options.seeds}"
+    write_summary(out, claims, setup, table=averages(rows))
     print_claims(claims)
     print()
     print_table(averages(rows))
@@ -55,8 +55,8 @@ def judged(rows: list[dict[str, Any]], column: str, depth: int) -> list[Claim]:
     """CS and LS below none, and below rsqrt2 too, on average over the seeds."""
     found = {method: mean(values) for method, values in by_method(rows, column).items()}
     ours = [value for method, value in found.items() if method not in ("none", "rsqrt2")]
-    told = ", ".join(f"{method} {value:.4f}" for method, value in found.items())
-    measured = f"depth {depth}, relative oscillation after the warm-up, {COLUMNS[column]}: {told}"
+    listed = ", ".join(f"{method} {value:.4f}" for method, value in found.items())
+    measured = f"depth {depth}, relative oscillation after the warm-up, {COLUMNS[column]}: {listed}"
     return [
         Claim("CS and LS alleviate the oscillation of the original (Fig. 1)", measured, max(ours) < found["none"]),
         Claim(
@@ -78,7 +78,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def curves(runs: list[RunSeries]) -> list[dict[str, Any]]:
-    """The norms that are drawn: middle and last block."""
+    """The norms that are plotted: middle and last block."""
     return [
         {"depth": r.config.model.depth, "method": r.label, "seed": r.seed, "block": b, "step": step, "norm": norm}
         for r in runs

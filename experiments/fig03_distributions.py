@@ -24,7 +24,7 @@ from output import Claim, dress, print_claims, print_table, save, write_csv, wri
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.robustness import robustness_curve
+from scalelong.lab.trained import robustness_curve
 from scalelong.runs.reader import RunSeries
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run
@@ -142,10 +142,10 @@ def noise_claim(points: list[dict[str, Any]]) -> Claim:
         for sigma in (0.05, 0.2)
     )
     wins = {method: sum(growth[method, s] < growth["none", s] for s in sigmas) for method in ours}
-    told = ", ".join(f"{method} at {count} of {len(sigmas)} sizes" for method, count in wins.items())
+    listed = ", ".join(f"{method} at {count} of {len(sigmas)} sizes" for method, count in wins.items())
     return Claim(
         "CS and LS resist extra noise better than the original (Fig. 3c)",
-        f"growth of the loss, mean over seeds: {shown}; below none: {told}",
+        f"growth of the loss, mean over seeds: {shown}; below none: {listed}",
         all(count == len(sigmas) for count in wins.values()),
     )
 

@@ -1,4 +1,4 @@
-"""Fig. 7: the coefficients that LS learnt, on 30 noise inputs, against the curve and the range of CS.
+"""Fig. 7: the coefficients that LS learned, on 30 noise inputs, against the curve and the range of CS.
 
 python experiments/fig07_learned_kappa.py                          # minutes on one core
 python experiments/fig07_learned_kappa.py --scale gpu --jobs 3     # U-ViT-S/2 on CIFAR-10
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
-from scalelong.lab.learned import fit_cs, learned_coefficients
+from scalelong.lab.trained import fit_cs, learned_coefficients
 from scalelong.runs.reader import RunSeries
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.training import load_run
 
@@ -40,8 +40,8 @@ def main() -> None:
     write_csv(rows, out / "fits.csv")
     draw(learned, found, out / "fig07.png")
     claims = judged(learned, rows, found)
-    told = f"LS on {setting(runs[0].config)}; averaged weights, 30 noises from N(0, I) at t = 1"
-    write_summary(out, claims, told, fits=rows)
+    setup = f"LS on {setting(runs[0].config)}; averaged weights, 30 noises from N(0, I) at t = 1"
+    write_summary(out, claims, setup, fits=rows)
     print_claims(claims)
     print()
     print_table(rows)

@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from scalelong.data import load_source, make_loader
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import matrices
-from scalelong.lab.segment import power_iteration
+from scalelong.lab.bounds import power_iteration
+from scalelong.lab.matrix_unet import MatrixUNet, matrices
 
 NAME = "fig11-block-norms"
 SKIPS, POINTS = 6, 10
@@ -64,10 +63,10 @@ def main() -> None:
     draw(rows, out / "fig11.png")
     claims = [claim for kind in map(str, VARIANTS) for claim in judged([r for r in rows if r["network"] == kind], kind)]
     steps, name = steps_of(options), data_name(options)
-    told = (
+    setup = (
         f"matrix UNet, N = {SKIPS}, m = {rows[0]['width']}, {name}, {steps} steps of Adam at {options.lr:g}, batch 64"
     )
-    write_summary(out, claims, told, table=averages(rows))
+    write_summary(out, claims, setup, table=averages(rows))
     print_claims(claims)
     print()
     print_table(averages(rows))
@@ -125,7 +124,7 @@ def composed_norm(model: MatrixUNet, index: int, inputs: Tensor) -> float:
     encode, decode = matrices(model.a[index - 1]), matrices(model.b[index - 1])
     if len(encode) == len(decode) == 1 and model.width <= 512:
         return float(torch.linalg.matrix_norm((decode[0] @ encode[0]).detach().double(), ord=2))
-    block = model.composed(index)
+    block = nn.Sequential(model.a[index - 1], model.b[index - 1])
     return max(power_iteration(block, point, 20)[0] for point in inputs[:2])
 
 

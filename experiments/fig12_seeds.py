@@ -44,10 +44,10 @@ def claim(rows: list[dict[str, Any]], column: str) -> Claim:
         if name != "none"
     }
     ours = [name for name in wins if name.startswith("cs") or name == "ls"]
-    told = ", ".join(f"{name} in {count} of {len(plain)} seeds" for name, count in wins.items())
+    listed = ", ".join(f"{name} in {count} of {len(plain)} seeds" for name, count in wins.items())
     return Claim(
         "The original UNet consistently shows feature oscillation; CS and LS reduce it (Fig. 12)",
-        f"relative oscillation after the warm-up, {COLUMNS[column]}: below none for {told}",
+        f"relative oscillation after the warm-up, {COLUMNS[column]}: below none for {listed}",
         all(wins[name] == len(plain) for name in ours),
     )
 

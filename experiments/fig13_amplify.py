@@ -71,12 +71,12 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def claim(rows: list[dict[str, Any]], table: list[dict[str, Any]], batch: int) -> Claim:
     """The loss is higher with kappa above 1 than with 1, in every seed."""
     means = {row["kappa"]: row["loss_on_fixed_noise"] for row in table if row["batch"] == batch}
-    told = ", ".join(f"kappa {kappa:g}: {loss:.5f}" for kappa, loss in means.items())
+    listed = ", ".join(f"kappa {kappa:g}: {loss:.5f}" for kappa, loss in means.items())
     here = {(r["seed"], r["kappa"]): r["loss_on_fixed_noise"] for r in rows if r["batch"] == batch}
     worse = [loss > here[seed, 1.0] for (seed, kappa), loss in here.items() if kappa > 1]
     return Claim(
         "kappa > 1 degrades the model, the more so in unstable settings such as a small batch (Fig. 13, FID)",
-        f"batch {batch}, loss on fixed noise: {told}; above that of kappa = 1 in {sum(worse)} of {len(worse)} cases",
+        f"batch {batch}, loss on fixed noise: {listed}; above that of kappa = 1 in {sum(worse)} of {len(worse)} cases",
         all(worse),
     )
 

@@ -135,10 +135,10 @@ def draw(run: TrainedRun, device: torch.device, path: Path) -> None:
 def claim(rows: Sequence[dict[str, Any]]) -> Claim:
     """Whether both of the paper's methods beat the unscaled network here."""
     values = {row["run"]: row["value"] for row in rows}
-    told = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
+    listed = "; ".join(f"{name} {value:.2f}" for name, value in values.items())
     return Claim(
         "latent diffusion with CS and with LS has a lower FID than without scaling (Table 1, MS-COCO)",
-        f"{rows[0]['metric']} of {rows[0]['images']:,} images: {told}",
+        f"{rows[0]['metric']} of {rows[0]['images']:,} images: {listed}",
         beats(values, lower=True),
     )
 

@@ -44,11 +44,11 @@ def main() -> None:
 def claim(rows: list[dict[str, Any]], column: str) -> Claim:
     """The paper's direction has the smaller value in every seed."""
     wrong, right = by_method(rows, column).values()
-    told = f"{column.replace('_', ' ')}: reversed {mean(wrong):.5f}, CS {mean(right):.5f}"
+    listed = f"{column.replace('_', ' ')}: reversed {mean(wrong):.5f}, CS {mean(right):.5f}"
     wins = sum(a < b for a, b in zip(right, wrong, strict=True))
     return Claim(
         "kappa^(i-1) has significant advantages over the reverse direction (Table 4, FID)",
-        f"{told}; CS lower in {wins} of {len(right)} seeds",
+        f"{listed}; CS lower in {wins} of {len(right)} seeds",
         wins == len(right),
     )
 

@@ -34,8 +34,8 @@ class Probe(nn.Module):
 
     def embed_texts(self, texts: Tensor) -> Tensor:
         """(B, E) of token features."""
-        told = (texts.abs().sum(dim=2, keepdim=True) > 0).float()
-        return F.normalize(self.text((texts.float() * told).sum(1) / told.sum(1)), dim=1)
+        present = (texts.abs().sum(dim=2, keepdim=True) > 0).float()
+        return F.normalize(self.text((texts.float() * present).sum(1) / present.sum(1)), dim=1)
 
 
 def train_probe(images: Tensor, texts: Tensor, steps: int, device: torch.device, seed: int = 0) -> Probe:

@@ -40,7 +40,7 @@ class TextToEmoji(Options):
 
     seeds: tuple[int, ...] = (0,)
     methods: tuple[str, ...] = ("none", "cs:0.7", "ls")
-    guidance: tuple[float, ...] = (1.0, 3.0)  # measured with each of these, drawn with the last
+    guidance: tuple[float, ...] = (1.0, 3.0)  # evaluated with each of these; the grid uses the last
     per_caption: int = 0  # images of each held-out caption, two or more; 0: 2 (cpu) or 8 (gpu)
     probe_steps: int = 0  # 0: 300 (cpu) or 3000 (gpu)
 
@@ -68,21 +68,21 @@ def main() -> None:
     seen, unseen = pairs(base, "seen", device), pairs(base, "unseen", device)
     judges = train_judges(seen, unseen, options.probe_steps or (3000 if options.scale == "gpu" else 300), device)
     count = options.per_caption or (8 if options.scale == "gpu" else 2)
-    drawn = {
+    sampled = {
         (name, scale): draw_held_out(run, unseen, scale, count, device)
         for name, (_, run) in found.items()
         for scale in options.guidance
     }
     rows = [row("real pictures", None, unseen.source.images, unseen, judges)]
-    rows += [row(name, scale, images, unseen, judges) for (name, scale), images in drawn.items()]
+    rows += [row(name, scale, images, unseen, judges) for (name, scale), images in sampled.items()]
     write_csv(rows, out / "retrieval.csv")
-    last = {name: images for (name, scale), images in drawn.items() if scale == options.guidance[-1]}
+    last = {name: images for (name, scale), images in sampled.items() if scale == options.guidance[-1]}
     picture(unseen, last, out / "grid.png")
     claims = [claim(rows, len(unseen.captions))]
-    told = (
+    setup = (
         f"{setting(base)}; {len(seen.captions)} captions seen, {len(unseen.captions)} held out; {count} images of each"
     )
-    write_summary(out, claims, told, chance=1 / len(unseen.captions), table=rows)
+    write_summary(out, claims, setup, chance=1 / len(unseen.captions), table=rows)
     print_claims(claims)
     print(
         f"\nchance    {1 / len(unseen.captions):.4f} for the first, {5 / len(unseen.captions):.4f} for the first five\n"
@@ -172,20 +172,20 @@ def claim(rows: Sequence[dict[str, Any]], captions: int) -> Claim:
     """Whether both of the paper's methods beat the unscaled network here, at the last guidance."""
     last = rows[-1]["guidance"]
     values = {each["images"]: each["first (all)"] for each in rows if each["guidance"] == last}
-    told = "; ".join(f"{name} {value:.3f}" for name, value in values.items())
+    listed = "; ".join(f"{name} {value:.3f}" for name, value in values.items())
     return Claim(
         "text-to-image generation with CS and with LS is better than without scaling (Table 1, FID on MS-COCO)",
-        f"share of held-out captions that rank first among {captions} (chance {1 / captions:.3f}): {told}",
+        f"share of held-out captions that rank first among {captions} (chance {1 / captions:.3f}): {listed}",
         beats(values, lower=False),
     )
 
 
-def picture(unseen: HeldOut, drawn: dict[str, Tensor], path: Path) -> None:
+def picture(unseen: HeldOut, sampled: dict[str, Tensor], path: Path) -> None:
     """A row for each of some held-out captions: the real picture, then two of each run."""
     captions = unseen.captions
     chosen = [position * len(captions) // SHOWN for position in range(SHOWN)]
     columns = [("real", unseen.source.images)]
-    for name, images in drawn.items():
+    for name, images in sampled.items():
         columns += [(name, images[: len(captions)]), ("", images[len(captions) :])]
     width = 0.75 * len(columns) + 3.2
     figure, axes = plt.subplots(SHOWN, len(columns), figsize=(width, 0.75 * SHOWN + 0.4))

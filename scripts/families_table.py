@@ -43,7 +43,7 @@ def models() -> dict[str, Callable[[], nn.Module]]:
     from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UniDiffuserModel
     from monai.networks.nets import DiffusionModelUNet
 
-    from scalelong.backbones import UViT, ddpm_cifar10
+    from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10
     from scalelong.lab.matrix_unet import MatrixUNet
 
     return {
@@ -93,7 +93,9 @@ def models() -> dict[str, Callable[[], nn.Module]]:
             num_layers=30, num_attention_heads=24, attention_head_dim=64, norm_type="layer_norm",
         ),
         "MONAI `DiffusionModelUNet`": lambda: DiffusionModelUNet(spatial_dims=2, in_channels=1, out_channels=1),
-        "`scalelong` `UViT` (S/2, CIFAR-10)": lambda: UViT.from_preset("cifar10-s2"),
+        "`scalelong` `UViT` (S/2, CIFAR-10)": lambda: UViT(
+            UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8)
+        ),
         "`scalelong` `MatrixUNet` (Eq. 3, N = 8)": lambda: MatrixUNet(width=64, layers=2, num_skips=8),
     }  # fmt: skip
 
@@ -119,13 +121,13 @@ def known_table() -> str:
 
 
 def tried_families() -> Iterator[dict[str, Any]]:
-    """Known by name, and looked at as if they were not."""
+    """Known classes, traced as if they were unknown."""
     for family in FAMILIES:
         model, inputs = build(family), family.inputs()
-        seen = len(scalelong.skips.detect.detect(model, ((), inputs)).skips())
+        seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())
         handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
         assert seen == len(handle.skips), family.name
-        report = scalelong.verify(model, **inputs)
+        report = scalelong.verify(model, example=inputs)
         worst = max(max(check.output_error, check.gradient_error or 0.0) for check in report.checks)
         reach = [skip.reach for skip in handle.skips]
         package = {True: "diffusers", False: "monai" if "MONAI" in family.name else "scalelong"}[family.diffusers]

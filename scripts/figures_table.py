@@ -72,8 +72,7 @@ def measured_table(folder: str, columns: Mapping[str, str]) -> str:
 
 
 def _origin(summary: dict[str, Any]) -> str:
-    told = f"`{summary['command']}`, {summary['device']}, commit {summary['commit']}:"
-    return f"{told}\n{summary['setting']}."
+    return f"`{summary['command']}`, {summary['device']}, commit {summary['commit']}:\n{summary['setting']}."
 
 
 def _picture(folder: str) -> str:

@@ -21,6 +21,17 @@ class Family:
     diffusers: bool = True
 
 
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    """Outputs of two models with equal weights: weights at other addresses can change the last bits."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
+    mine, theirs = model.state_dict(), other.state_dict()
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+
+
 def output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The model's prediction as one tensor, whatever it wraps it in."""
     result = model(**inputs)

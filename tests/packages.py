@@ -159,7 +159,7 @@ def tried(packaged: Packaged) -> dict[str, Any]:
     except scalelong.skips.NoLongSkipsError as error:
         none = "no long skip connections" in str(error)
         return {**row, "found": 0 if none else None, "said": str(error)}
-    report = scalelong.verify(model, *call[0], **call[1])
+    report = scalelong.verify(model, example=call)
     worst = max(max(check.output_error, check.gradient_error or 0.0) for check in report.checks)
     effect = min(check.effect for check in report.checks)
     return {

@@ -1,36 +1,74 @@
-"""Stable training of U-shaped diffusion models by scaling their long skip connections (ScaleLong, NeurIPS 2023).
+"""Scale the long skip connections of U-shaped diffusion models (ScaleLong, NeurIPS 2023).
 
-One line on the model you have: `scalelong.apply(model, "cs", kappa=0.7)`.
+One line on the model you have: `scalelong.apply(model, "cs", kappa=0.7)`. Names are imported when they are first used.
 """
 
-from scalelong.skips import (
-    Handle,
-    LongSkip,
-    apply,
-    coefficients,
-    find_skips,
-    fold,
-    from_pretrained,
-    load,
-    remove,
-    save,
-    skip_table,
-    verify,
-)
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalelong.backbones import UViT, UViTConfig, load_official_uvit
+    from scalelong.skips import (
+        Handle,
+        LongSkip,
+        apply,
+        coefficients,
+        find_skips,
+        fold,
+        from_pretrained,
+        load,
+        remove,
+        save,
+        skip_table,
+        verify,
+    )
+    from scalelong.stability import OscillationProbe
+    from scalelong.training import EMA, load_run
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "Handle",
     "LongSkip",
+    "OscillationProbe",
+    "UViT",
+    "UViTConfig",
     "apply",
     "coefficients",
     "find_skips",
     "fold",
     "from_pretrained",
     "load",
+    "load_official_uvit",
+    "load_run",
     "remove",
     "save",
     "skip_table",
     "verify",
 ]
+
+_ELSEWHERE = {
+    "EMA": "scalelong.training",
+    "OscillationProbe": "scalelong.stability",
+    "UViT": "scalelong.backbones",
+    "UViTConfig": "scalelong.backbones",
+    "load_official_uvit": "scalelong.backbones",
+    "load_run": "scalelong.training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        value = getattr(import_module(_ELSEWHERE.get(name, "scalelong.skips")), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        value = import_module(f"{__name__}.{name}")  # a subpackage: scalelong.skips after `import scalelong`
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,97 +1,332 @@
-"""The fused GELU equals the plain one to less than its type rounds, and is used only for drawing on a GPU."""
+"""Fused inference: equal to the plain network, swapped in only inside the context, and careful with what users attach.
+
+On a CPU the operators run in float32, where they must equal the plain ones; on a GPU they run in 16 bits.
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
-from torch.autograd import forward_ad
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
-from scalelong.backbones import uvit
-from scalelong.backbones.fused import drawing_type, linear_gelu
+import scalelong
+from scalelong.backbones import UViT, UViTConfig, fused, uvit
+from scalelong.backbones.fused import add_product_, linear_gelu
+from scalelong.scaling.registry import METHODS
+
+ROOT = Path(__file__).parents[2]
+_SMALL = UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2)
+_S2 = UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8)
 
 
-def test_it_is_gelu_of_the_linear_layer() -> None:
+def _model() -> tuple[UViT, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = UViT(_SMALL).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model, torch.randn(3, 3, 8, 8), torch.tensor([10.0, 500.0, 990.0])
+
+
+def _fused(model: nn.Module, x: Tensor, time: Tensor) -> Tensor:
+    with torch.no_grad(), fused.inference(model):
+        output: Tensor = model(x, time)
+    return output
+
+
+def _plain_attention(qkv: Tensor, heads: int) -> Tensor:
+    query, key, value = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+# ------------------------------------------------------------------------------------------------------- the operators
+
+
+def test_linear_gelu_equals_gelu_of_the_linear_layer() -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(16, 64), 3 * torch.randn(5, 7, 16)
     with torch.no_grad():
-        exact, found = F.gelu(linear(x)), linear_gelu(x, linear, torch.float32)
+        exact, found = F.gelu(linear(x)), linear_gelu(x, linear)
     assert found.shape == (5, 7, 64)
     assert (found - exact).abs().max() <= 6e-4
 
 
-def test_the_compiler_keeps_it_in_one_piece() -> None:
-    linear, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
+def test_the_product_is_added_in_place() -> None:
+    onto, x, weight = torch.randn(2, 5, 8), torch.randn(2, 5, 6), torch.randn(8, 6)
+    want = onto + 0.3 * x @ weight.T
+    assert add_product_(onto, x, weight, 0.3) is onto
+    torch.testing.assert_close(onto, want)
+
+
+def test_the_compiler_keeps_an_operator_in_one_piece() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return linear_gelu(x, self.linear)
+
+    model, x = Model(), torch.randn(2, 3, 8)
     with torch.no_grad():
-        traced = torch.export.export(_Fused(linear), (x,))
+        traced = torch.export.export(model, (x,))
         assert "scalelong.linear_gelu" in str(traced.graph)
-        assert torch.equal(traced.module()(x), linear_gelu(x, linear, torch.float32))
+        torch.testing.assert_close(traced.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_and_cpus_take_the_exact_form() -> None:
-    x = torch.randn(2, 3)
-    assert drawing_type(x) is None
+def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
+    """In a container without a C compiler, for example: Triton needs one."""
+    monkeypatch.setattr(fused, "_failures", [])
+    monkeypatch.setattr(fused, "_KERNEL", "scalelong.no_such_kernel")
+    qkv = torch.randn(2, 257, 3 * 64)
+    with pytest.warns(UserWarning, match="the fused attention kernel failed"):
+        found = fused._attention(qkv, 1)
+    torch.testing.assert_close(found, _plain_attention(qkv, 1))
+    assert len(fused._failures) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.library.opcheck(fused._attention, (qkv, 1))
+
+
+# -------------------------------------------------------------------------------------------------------- the networks
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "freeu"])  # which filters images
+def test_fused_equals_plain(method: str) -> None:
+    """And every call anew, so no call writes into what another one needs."""
+    model, x, time = _model()
+    scalelong.apply(model, method)
+    want = model(x, time).detach()
+    with torch.no_grad(), fused.inference(model):
+        first, again = model(x, time), model(x, time)
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, want, atol=1e-5, rtol=1e-5)
+
+
+def test_every_block_is_swapped_and_swapped_back() -> None:
+    model, _, _ = _model()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="inside"), fused.inference(model):
+        inside = [type(module) for module in model.modules()]
+        with fused.inference(model):  # nested: nothing left to swap
+            assert [type(module) for module in model.modules()] == inside
+        raise RuntimeError("inside")
+    assert inside.count(fused.FusedBlock) == 5
+    assert inside.count(fused.FusedSkipLinear) == 2
+    assert [type(module) for module in model.modules()] == before
+    with fused.inference(model, enabled=False), fused.inference(None):
+        assert [type(module) for module in model.modules()] == before
+
+
+def test_under_autocast_the_residual_path_is_16_bit() -> None:
+    model, x, time = _model()
+    seen: list[torch.dtype] = []
+    for block in (*model.in_blocks, model.mid_block, *model.out_blocks):
+        block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert drawing_type(x) is None
+        plain = model(x, time)
+        assert torch.float32 in seen  # of the in-blocks
+        seen.clear()
+        found = _fused(model, x, time)
+    assert set(seen) == {torch.bfloat16}
+    assert (found - plain).norm() <= 0.02 * plain.norm()
 
 
-def test_derivatives_by_other_means_take_the_exact_form() -> None:
-    """The fused operations have no forward derivative: torch would take it for zero."""
-    on_a_gpu, x, seen = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16), torch.ones(2), []
+def test_inputs_of_blocks_are_not_overwritten(monkeypatch) -> None:
+    """4 + 1 blocks accumulate their MLP in place, and 2 of them their skip."""
+    model, x, time = _model()
+    targets: list[Tensor] = []
+    plain = fused.add_product_
+    monkeypatch.setattr(fused, "add_product_", lambda onto, *rest: targets.append(onto) or plain(onto, *rest))
+    given: list[tuple[Tensor, Tensor]] = []
 
-    def look(row: torch.Tensor) -> torch.Tensor:
-        seen.append(drawing_type(on_a_gpu))  # type: ignore[arg-type]
-        return row
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        given.extend((tensor, tensor.clone()) for tensor in inputs)
 
+    for block in (*model.in_blocks, model.mid_block, *model.out_blocks):
+        block.register_forward_pre_hook(keep)
+    _fused(model, x, time)
+    assert len(targets) == 5 + 2
+    assert len(given) == 5 + 2
+    assert all(torch.equal(tensor, before) for tensor, before in given)
+
+
+def test_non_contiguous_tokens() -> None:
+    model, x, time = _model()
+    before = _fused(model, x, time)
+    model.in_blocks[0].register_forward_hook(lambda _module, _inputs, output: output.mT.contiguous().mT)
+    torch.testing.assert_close(_fused(model, x, time), before)
+
+
+# --------------------------------------------------------------------------- adapters, hooks, offloading, other modules
+
+
+@pytest.mark.parametrize("where", ["mlp", "mlp.fc1", "mlp.fc2"])
+def test_hooks_run(where: str) -> None:
+    model, x, time = _model()
+    before = _fused(model, x, time)
+    hook = model.mid_block.get_submodule(where).register_forward_hook(lambda _module, _inputs, output: 2 * output)
+    assert not torch.allclose(_fused(model, x, time), before)
+    hook.remove()
+    assert torch.equal(_fused(model, x, time), before)
+
+
+def test_global_hooks_run() -> None:
+    model, x, time = _model()
+    heard: list[nn.Module] = []
+    hook = register_module_forward_hook(lambda module, _inputs, _output: heard.append(module))
+    _fused(model, x, time)
+    hook.remove()
+    assert sum(type(module) is uvit.Mlp for module in heard) == 5
+    assert sum(module is model.mid_block.mlp.fc1 for module in heard) == 1
+
+
+@pytest.mark.parametrize("where", ["mlp", "mlp.fc1", "mlp.fc2", "skip_linear", ""])
+def test_a_replaced_forward_is_called(where: str) -> None:
+    """As accelerate does to load offloaded weights before a layer runs."""
+    model, x, time = _model()
+    called: list[nn.Module] = []
+
+    class Listen(ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, object]:
+            called.append(module)
+            return args, kwargs
+
+    listened = model.out_blocks[0].get_submodule(where)
+    add_hook_to_module(listened, Listen())
+    found = _fused(model, x, time)
+    assert called == [listened]
+    torch.testing.assert_close(found, model(x, time).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_are_applied() -> None:
+    model, x, time = _model()
+    before = _fused(model, x, time)
+    inject_adapter_in_model(LoraConfig(target_modules=["fc1"], init_lora_weights=False), model)
+    found = _fused(model, x, time)
+    assert not torch.allclose(found, before)
+    torch.testing.assert_close(found, model(x, time).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_other_modules_in_place_of_the_mlp() -> None:
+    model, x, time = _model()
+    before = _fused(model, x, time)
+    mlp, model.mid_block.mlp = model.mid_block.mlp, nn.Linear(32, 32)
+    assert not torch.allclose(_fused(model, x, time), before)
+    model.mid_block.mlp = mlp
+    for name in ("fc1", "fc2"):
+        setattr(mlp, name, nn.Linear(*reversed(getattr(mlp, name).weight.shape), bias=False))
+        torch.testing.assert_close(_fused(model, x, time), model(x, time).detach(), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ imports and compilation
+
+
+def test_importing_the_backbones_loads_no_compiler() -> None:
+    program = "import sys, scalelong.backbones.fused; print(sorted({'torch._dynamo', 'triton'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_compiled_it_stays_one_graph_and_equal() -> None:
+    model, x, time = _model()
+    scalelong.apply(model, "cs", kappa=0.5)
+    want = model(x, time).detach()
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(_fused(compiled, x, time), want, atol=1e-5, rtol=1e-5)
+
+
+def test_only_measured_sizes_use_the_attention_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(fused, "_gpu_has_kernel", lambda: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    used = set()
+    for size, classes, channels in ((32, 0, 64), (32, 7, 64), (16, 0, 64), (64, 0, 64), (32, 0, 32)):
+        config = UViTConfig(image_size=size, patch_size=2, dim=2 * channels, depth=2, heads=2, num_classes=classes)
+        with torch.device("meta"):
+            model = UViT(config)
+        with fused.inference(model):
+            if type(model.mid_block.attn) is fused.FusedAttention:
+                used.add((model.num_tokens, channels))
+    assert used == {(257, 64), (258, 64)}
+
+
+_IN_THE_INTERPRETER = """
+import sys, torch
+sys.path.append(sys.argv[1])
+from scalelong.backbones.attention_kernel import attend
+from tests.backbones.test_fused import _plain_attention
+torch.manual_seed(0)
+for tokens, heads, channels in ((257, 2, 64), (258, 3, 32), (256, 1, 64), (65, 2, 16)):
+    qkv = 2 * torch.randn(2, tokens, 3 * heads * channels)
+    torch.testing.assert_close(attend(qkv, heads), _plain_attention(qkv, heads), atol=1e-5, rtol=1e-5)
+    print("equal", tokens)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_computes_attention(monkeypatch) -> None:
+    """Triton's interpreter runs the kernel, program by program, on the CPU."""
+    packages = ROOT / ".venv" / "packages"
+    if not (packages / ".installed").exists():
+        pytest.skip("make test-slow installs tests/packages.txt")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    command = [sys.executable, "-c", _IN_THE_INTERPRETER, str(packages)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal", "257", "equal", "258", "equal", "256", "equal", "65"]
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@needs_gpu
+def test_on_a_gpu_linear_gelu_is_exact_to_its_dtype() -> None:
+    linear, x = nn.Linear(16, 64, device="cuda"), torch.randn(5, 7, 16, device="cuda")
     with torch.no_grad():
-        look(x)
-        torch.func.jvp(look, (x,), (x,))
-        torch.func.vmap(look)(x)
-        with forward_ad.dual_level():
-            look(x)
-        look(x)
-    assert seen == [torch.bfloat16, None, None, None, torch.bfloat16]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_it_follows_autocast_and_the_weights() -> None:
-    x = torch.randn(2, 3, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        assert drawing_type(x) is None
-        with torch.no_grad():
-            assert drawing_type(x) == torch.bfloat16
-    with torch.no_grad():
-        assert drawing_type(x) is None
-        assert drawing_type(x.half()) == torch.float16
-        linear, wide = nn.Linear(16, 64, device="cuda"), torch.randn(5, 7, 16, device="cuda")
-        exact, found = F.gelu(linear(wide)), linear_gelu(wide, linear, torch.bfloat16)
+        exact, found = F.gelu(linear(x)), linear_gelu(x.bfloat16(), linear)
     assert found.dtype == torch.bfloat16
-    assert (found - exact).abs().max() <= 6e-4 + torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= 6e-4 + 2 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
 
 
-def test_adapters_and_hooks_are_heard_when_drawing(monkeypatch) -> None:
-    """What stands in for the first layer, or hooks it, does its work; the plain layer takes the fused form."""
-    monkeypatch.setattr(uvit, "drawing_type", lambda _: torch.float32)
-    fused: list[nn.Module] = []
-    monkeypatch.setattr(uvit, "linear_gelu", lambda x, linear, _: fused.append(linear) or F.gelu(linear(x)))
-    mlp, x = uvit.Mlp(8, 16), torch.randn(2, 3, 8)
-    plain = mlp(x)
-    assert fused == [mlp.fc1]
-    mlp.fc1.register_forward_hook(lambda _module, _inputs, output: 2 * output)
-    assert not torch.allclose(mlp(x), plain)
-    inject_adapter_in_model(LoraConfig(target_modules=["fc1"], init_lora_weights=False), mlp)
-    assert not torch.allclose(mlp(x), plain)
-    assert len(fused) == 1
+@needs_gpu
+@pytest.mark.parametrize("tokens", [256, 257, 258])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_attention_is_exact_to_its_dtype(tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkv = (2 * torch.randn(5, tokens, 3 * 512, device="cuda")).to(dtype)
+    with torch.no_grad():
+        want, found = _plain_attention(qkv.double(), 8), fused._attention(qkv, 8)
+    assert not fused._failures
+    assert found.dtype == dtype
+    assert (found - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
 
 
-class _Fused(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_gelu(x, self.linear, torch.float32)
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", ["none", "cs", "ls"])
+def test_on_a_gpu_fused_equals_plain(method: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = UViT(_S2).cuda().eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    scalelong.apply(model, method)
+    x, time = torch.randn(8, 3, 32, 32, device="cuda"), torch.full((8,), 500.0, device="cuda")
+    run = torch.compile(model) if compiled else model
+    with torch.no_grad():
+        exact = model(x, time)
+        with torch.autocast("cuda", torch.bfloat16), fused.inference(run):
+            kernel = type(model.mid_block.attn) is fused.FusedAttention
+            found = run(x, time)
+    assert kernel == (torch.cuda.get_device_capability()[0] >= 9)
+    assert (found - exact).norm() <= 0.02 * exact.norm()

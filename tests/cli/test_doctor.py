@@ -20,7 +20,7 @@ def test_it_names_versions_devices_and_the_cached_sets(tmp_path: Path, capsys: p
     assert ("cuda:0" in lines) == torch.cuda.is_available()
 
 
-def test_a_missing_extra_and_an_empty_cache_are_said(
+def test_a_missing_extra_and_an_empty_cache_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec

@@ -1,4 +1,4 @@
-"""`scalelong inspect` on everything it takes."""
+"""`scalelong inspect` on presets, runs, diffusers folders and callables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_preset_is_drawn_as_text_and_picture(capsys, tmp_path) -> None:
     assert out.stat().st_size > 10_000
 
 
-def test_a_large_preset_is_looked_at_without_values(capsys) -> None:
+def test_a_large_preset_is_inspected_without_values(capsys) -> None:
     assert main(["inspect", "imagenet64-uvit-m4", "--method", "ls"]) == 0
     printed = capsys.readouterr().out
     assert "8 long skips" in printed
@@ -66,7 +66,7 @@ def test_a_diffusers_folder_is_drawn_with_the_scaling_it_was_saved_with(capsys, 
     assert "8 × 8" in printed
 
 
-def test_a_callable_is_drawn_on_the_example_it_gives_or_that_is_given(module: str, capsys) -> None:
+def test_a_callable_is_drawn_on_its_own_example_or_on_a_given_shape(module: str, capsys) -> None:
     for arguments in ([f"{module}:net_and_example"], [f"{module}:net", "--shape", "1,3,8,8"]):
         assert main(["inspect", *arguments, "--method", "rsqrt2"]) == 0
         printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_callable_is_drawn_on_the_example_it_gives_or_that_is_given(module: st
         assert "κ = 0.707" in printed
 
 
-def test_a_run_shows_what_its_gates_gave(capsys, tmp_path) -> None:
+def test_a_run_shows_the_output_of_its_gates(capsys, tmp_path) -> None:
     (tmp_path / "tiny.yaml").write_text(to_yaml(tiny(training_steps=2, scaling_method="ls")))
     run = str(tmp_path / "run")
     assert main(["train", "digits-demo", "--config", str(tmp_path / "tiny.yaml"), "--out", run]) == 0
@@ -90,9 +90,9 @@ def test_a_run_shows_what_its_gates_gave(capsys, tmp_path) -> None:
     ("arguments", "message"),
     [
         (["digit-demo"], "did you mean 'digits-demo'?"),
-        (["{module}:net"], "TutorialUNet is of no known family, so it must be run once"),
+        (["{module}:net"], "TutorialUNet is not a known class, so it must be run once"),
         (["{module}:missing"], "has no callable 'missing'"),
-        (["{module}:number"], "gave a int; it must return a torch.nn.Module"),
+        (["{module}:number"], "returned a int, not a torch.nn.Module"),
         (["{module}:net", "--shape", "1,x"], "must be numbers with commas such as 1,3,32,32"),
         (["{module}:net", "--shape", "1,5,8,8"], "the forward of TutorialUNet fails on it"),
         (["digits-demo", "--out", "u.txt"], "must end in .png, .svg or .pdf"),

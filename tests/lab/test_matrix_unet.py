@@ -57,7 +57,7 @@ def test_hidden_features_follow_the_recursion(layers: int, kappa: list[float] | 
     assert len(hidden) == 4
     for i, value in enumerate(hidden):
         torch.testing.assert_close(value, expected[i], rtol=1e-12, atol=1e-12)
-    assert torch.equal(model(inputs(), kappa), hidden[0])
+    torch.testing.assert_close(model(inputs(), kappa), hidden[0], rtol=1e-12, atol=1e-12)
 
 
 def test_apply_and_coefficients_mean_the_same() -> None:
@@ -68,13 +68,6 @@ def test_apply_and_coefficients_mean_the_same() -> None:
     torch.testing.assert_close(model(inputs()), expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model(inputs(), [1.0, 1.0, 1.0]), plain, rtol=1e-12, atol=1e-12)  # replaces, not adds to
     assert not torch.allclose(expected, plain)
-
-
-def test_composed_is_b_after_a_of_the_same_skip() -> None:
-    model = build()
-    for i in (1, 2, 3):
-        expected = stacked(matrices(model.b[i - 1]), stacked(matrices(model.a[i - 1]), inputs()))
-        torch.testing.assert_close(model.composed(i)(inputs()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_weights_are_normal_with_variance_two_over_width() -> None:
@@ -100,6 +93,3 @@ def test_wrong_inputs_are_refused() -> None:
         model(torch.zeros(2, 7, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"matrix_unet\.coefficients: 2 given, the network has 3 skips"):
         model(inputs(), [1.0, 1.0])
-    for index in (0, 4):
-        with pytest.raises(ValueError, match=rf"matrix_unet\.index: must be from 1 to 3, got {index}"):
-            model.composed(index)

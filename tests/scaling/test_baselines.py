@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from diffusers.utils.torch_utils import fourier_filter
 
-from scalelong.scaling.base import SkipSize
 from scalelong.scaling.baselines import damp_low_frequencies, magnitude_preserving
+from scalelong.scaling.constant import SkipSize
 from scalelong.scaling.registry import ScalingConfig
 
 TOKENS = SkipSize(channels=12, tokens=32, channels_last=True, main=12)
@@ -68,15 +68,15 @@ def test_freeu_filters_two_stages_and_refuses_training() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("mp_cat", {"t": 1.0}, r"scaling\.t: must be a number between 0 and 1, got 1\.0; EDM2 has 0\.5"),
+        ("mp_cat", {"t": 1.0}, r"scaling\.t: must be a number between 0 and 1, got 1\.0; EDM2 uses 0\.5"),
         ("mp_cat", {"t": True}, r"scaling\.t: must be a number"),
         ("layernorm", {"eps": 0}, r"scaling\.eps: must be a number between 0 and 1, got 0"),
         ("freeu", {"s1": -1}, r"scaling\.s1: must be a number between 0 and 10"),
-        ("freeu", {"threshold": 0}, r"scaling\.threshold: must be a whole number of at least 1, got 0"),
+        ("freeu", {"threshold": 0}, r"scaling\.threshold: must be an integer of at least 1, got 0"),
         ("stable_tau", {"tau": 0}, r"scaling\.tau: must be a number between 0 and 10, got 0"),
     ],
 )
-def test_values_that_cannot_be_meant_are_refused(method: str, options: dict[str, object], message: str) -> None:
+def test_bad_values_are_refused(method: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScalingConfig.create(method, **options)
 

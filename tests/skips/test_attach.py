@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import scalelong
-from tests.families import FAMILIES, build, output
+from tests.families import FAMILIES, assert_close, build, output
 
 BY_NAME = {family.name: family for family in FAMILIES}
 UNET, UVIT = BY_NAME["UNet2DModel"], BY_NAME["UViT"]
@@ -62,7 +62,7 @@ def test_a_model_without_long_skips_is_refused() -> None:
 
 
 def test_an_unknown_class_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Linear are not known by name.*diffusers\.UNet2DModel"):
+    with pytest.raises(ValueError, match=r"Linear are not known.*diffusers\.UNet2DModel"):
         scalelong.find_skips(nn.Linear(2, 2))
 
 
@@ -72,7 +72,7 @@ def test_a_compiled_model_is_refused_because_its_hooks_would_not_run() -> None:
 
 
 def test_a_model_in_dataparallel_is_refused() -> None:
-    with pytest.raises(TypeError, match="apply scalelong before DataParallel, to the module that it wraps"):
+    with pytest.raises(TypeError, match="apply scalelong before DataParallel, to the module inside it"):
         scalelong.apply(nn.DataParallel(build(UVIT)), "cs", example=UVIT.inputs())
 
 
@@ -85,7 +85,7 @@ def test_gates_made_in_inference_mode_can_be_trained_in_any_precision() -> None:
     assert all(p.grad is not None and p.dtype == torch.float64 for p in model.scalelong.parameters())
 
 
-def test_something_that_is_no_module_is_refused() -> None:
+def test_only_modules_are_accepted() -> None:
     with pytest.raises(TypeError, match="got str"):
         scalelong.apply("unet", "cs")
 
@@ -97,7 +97,7 @@ def test_a_model_that_is_not_scaled_has_no_coefficients_and_nothing_to_remove() 
         scaled = build(UVIT)
         scalelong.apply(scaled, "cs")
         with pytest.raises(
-            ValueError, match=r"this OptimizedModule is not scaled; pass the model that torch\.compile wraps"
+            ValueError, match=r"this OptimizedModule is not scaled; pass the model inside torch\.compile"
         ):
             function(torch.compile(scaled))
 
@@ -180,7 +180,7 @@ class TestStateDicts:
             ("stable_tau", {"tau": 0.3}, "tau"),
         ],
     )
-    def test_numbers_lost_on_the_way_through_the_meta_device_come_back(self, method, options, key) -> None:
+    def test_constants_lost_by_to_empty_are_restored(self, method, options, key) -> None:
         family = UVIT if method == "stable_tau" else UNET
         model, empty = build(family), build(family)
         scalelong.apply(model, method, **options)
@@ -192,7 +192,7 @@ class TestStateDicts:
         empty.scalelong.get_buffer(key).fill_(123.0)
         empty.load_state_dict(model.state_dict())
         assert torch.equal(empty.scalelong.get_buffer(key), expected)
-        assert torch.equal(output(empty.eval(), family.inputs()), output(model, family.inputs()))
+        assert_close(output(empty.eval(), family.inputs()), output(model, family.inputs()))
         scalelong.remove(empty)
         assert not empty._state_dict_pre_hooks
 
@@ -204,7 +204,7 @@ class TestStateDicts:
 
     def test_unscaled_weights_load_into_a_constant_scaling_with_a_warning(self) -> None:
         model, plain = self.scaled("cs", kappa=0.6), build(UNET, seed=5)
-        with pytest.warns(UserWarning, match=r"say nothing of a scaling.*cs\(kappa=0\.6\)"):
+        with pytest.warns(UserWarning, match=r"have no scaling.*cs\(kappa=0\.6\)"):
             model.load_state_dict(plain.state_dict())
         assert torch.equal(model.conv_in.weight, plain.conv_in.weight)
         assert scalelong.coefficients(model)[1] == 0.6
@@ -212,11 +212,11 @@ class TestStateDicts:
     def test_unscaled_weights_do_not_load_into_gates(self) -> None:
         model = self.scaled("ls")
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ValueError, match=r"hold no gates for ls.*load the weights before scalelong\.apply"):
+        with pytest.raises(ValueError, match=r"contain no gates for ls.*load the weights before scalelong\.apply"):
             model.load_state_dict(build(UNET, seed=5).state_dict())
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
-    def test_part_of_a_model_loads_without_a_word(self) -> None:
+    def test_part_of_a_model_loads_without_a_warning(self) -> None:
         model, other = self.scaled("ls"), build(UNET, seed=5)
         model.load_state_dict({"conv_in.bias": other.conv_in.bias.detach()}, strict=False)
         assert torch.equal(model.conv_in.bias, other.conv_in.bias)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import scalelong
 from scalelong.scaling.baselines import magnitude_preserving
-from tests.families import FAMILIES, Family, build, output
+from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build, output
 from tests.standins import FOUND, RootShortcut, TutorialUNet, image
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -50,13 +50,15 @@ def test_it_can_be_removed_copied_saved_and_loaded(
     assert not torch.allclose(scaled, before)
     assert len(handle.coefficients()) == family.num_skips
     scalelong.save(model, tmp_path)
-    assert torch.equal(output(scalelong.load(build(family, seed=1), tmp_path), inputs), scaled)
+    loaded = scalelong.load(build(family, seed=1), tmp_path)
+    assert_same_weights(loaded, model)
+    assert_close(output(loaded, inputs), scaled)
     copied = copy.deepcopy(model)
-    assert torch.equal(output(copied, inputs), scaled)
+    assert_close(output(copied, inputs), scaled)
     scalelong.remove(model)
     assert torch.equal(output(model, inputs), before)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    assert torch.equal(output(copied, inputs), scaled)
+    assert_close(output(copied, inputs), scaled)
 
 
 @every_method
@@ -113,7 +115,7 @@ class Magnitudes(nn.Module):
         return x
 
 
-def test_mp_cat_equals_a_network_that_joins_so() -> None:
+def test_mp_cat_equals_a_network_written_that_way() -> None:
     torch.manual_seed(0)
     model, by_hand = Magnitudes(None), Magnitudes(0.3)
     by_hand.load_state_dict(model.state_dict())
@@ -169,7 +171,7 @@ def test_block_outputs_are_scaled_as_in_a_block_written_by_hand(
     by_hand.mid_block = ByHand(by_hand.mid_block, factor)
     torch.testing.assert_close(output(model, inputs), output(by_hand, inputs))
     assert scalelong.coefficients(model) == [1.0] * 4
-    assert scalelong.verify(model, **inputs).checks
+    assert scalelong.verify(model, example=inputs).checks
 
 
 def test_rezero_learns() -> None:
@@ -193,7 +195,7 @@ def test_detected_models_take_mp_cat_and_layernorm() -> None:
         assert not torch.allclose(model(*chosen.inputs()), before)
 
 
-def test_mp_cat_reaches_every_module_that_is_handed_what_was_joined() -> None:
+def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
     model, t = RootShortcut().eval(), 0.3
 
     def by_hand(x: Tensor, skip: Tensor) -> Tensor:
@@ -208,12 +210,12 @@ def test_mp_cat_reaches_every_module_that_is_handed_what_was_joined() -> None:
 @pytest.mark.parametrize(
     ("family", "method", "message"),
     [
-        ("MatrixUNet", "mp_cat", "needs to know the width of what each skip is joined with"),
+        ("MatrixUNet", "mp_cat", "needs the width of the tensor each skip is concatenated with"),
         ("UViT", "freeu", "'freeu' filters images"),
         (
             "UNet2DModel",
             "rezero",
-            r"the controls that scale block outputs know the blocks of scalelong\.backbones\.UViT",
+            r"the controls that scale block outputs know the blocks of scalelong\.UViT",
         ),
     ],
 )
@@ -227,7 +229,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(family: str, method: str
     assert not scalelong.skips.is_scaled(model)
 
 
-def test_a_tutorial_unet_takes_every_peer_of_skips() -> None:
+def test_a_tutorial_unet_takes_every_baseline() -> None:
     for method in ("mp_cat", "layernorm", "freeu"):
         model = TutorialUNet().eval()
         scalelong.apply(model, method, example=image())

@@ -15,7 +15,7 @@ FAMILY = {family.name: family for family in FAMILIES}
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_what_was_compiled_and_run_before_notices_the_scaling_and_its_removal(in_place: bool) -> None:
+def test_code_compiled_before_is_recompiled(in_place: bool) -> None:
     family = FAMILY["UViT"]
     model, scaled = build(family), build(family)
     scalelong.apply(scaled, "universal", kappa=0.1)
@@ -31,7 +31,7 @@ def test_what_was_compiled_and_run_before_notices_the_scaling_and_its_removal(in
     torch.testing.assert_close(output(called, family.inputs()), plain)
 
 
-def test_what_was_compiled_is_dropped_on_removal_too(monkeypatch) -> None:
+def test_removal_drops_compiled_code(monkeypatch) -> None:
     """This torch would notice that the hooks are gone; older ones do not look at a module's attributes."""
     import torch._dynamo
 

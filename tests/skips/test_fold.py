@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.families import generated_example
 from tests.families import FAMILIES, build, output
 from tests.standins import FOUND, TutorialUNet, image, randn
 
@@ -37,13 +37,13 @@ def assert_no_remains(model: nn.Module, before: nn.Module) -> None:
         ("UViT", True, {"out_blocks.0.skip_linear.weight"}),
     ],
 )
-def test_known_families_with_weights_right_on_the_skip(name: str, generated: bool, weights: set[str]) -> None:
+def test_known_families_with_weights_directly_on_the_skip(name: str, generated: bool, weights: set[str]) -> None:
     family = FAMILY[name]
     model, plain = build(family).double(), build(family).double()
     inputs = {k: v.double() if v.is_floating_point() else v for k, v in family.inputs().items()}
     scalelong.apply(model, "cs", kappa=0.6)
     expected = output(model, inputs)
-    assert weights <= set(scalelong.fold(model, **({} if generated else inputs)))
+    assert weights <= set(scalelong.fold(model, example=None if generated else inputs))
     assert deviation(output(model, inputs), expected) < 1e-12
     assert deviation(output(plain, inputs), expected) > 1e-3, "the scaling itself changed nothing"
     assert_no_remains(model, plain)
@@ -53,14 +53,14 @@ def test_known_families_with_weights_right_on_the_skip(name: str, generated: boo
     "name",
     ["nested segmentation", "pix2pix style", "tutorial UNet", "token U-ViT", "shared parts", "data-dependent branch"],
 )
-def test_detected_models_with_weights_right_on_the_skip(name: str) -> None:
+def test_detected_models_with_weights_directly_on_the_skip(name: str) -> None:
     stand_in = STAND_IN[name]
     torch.manual_seed(0)
     model = stand_in.build().double().eval()
     plain, inputs = copy.deepcopy(model), tuple(x.double() for x in stand_in.inputs())
     scalelong.apply(model, "universal", kappa=0.3, example=inputs)
     expected = model(*inputs)
-    scalelong.fold(model, *inputs)
+    scalelong.fold(model, example=inputs)
     assert deviation(model(*inputs), expected) < 1e-12
     assert deviation(plain(*inputs), expected) > 1e-6
     assert_no_remains(model, plain)
@@ -99,7 +99,7 @@ def test_the_eps_of_a_norm_is_refused_and_can_be_tolerated() -> None:
     model = shortcut_unet(eps=1e-4)
     scalelong.apply(model, "cs", kappa=0.5)
     handle_before, state = scalelong.coefficients(model), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"fold: skip 2 .*would deviate by .*cancels kappa but for its eps.*tolerance"):
+    with pytest.raises(ValueError, match=r"fold: skip 2 .*would deviate by .*cancels kappa up to its eps.*tolerance"):
         scalelong.fold(model)
     assert scalelong.coefficients(model) == handle_before
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -110,7 +110,7 @@ def test_the_eps_of_a_norm_is_refused_and_can_be_tolerated() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("UNet2DModel", "groups of both hidden and skip channels|but for its eps"),
+        ("UNet2DModel", "groups of both hidden and skip channels|up to its eps"),
         ("HunyuanDiT2DModel", "passes through layer_norm"),
         ("MatrixUNet", "joined by add"),
     ],
@@ -121,7 +121,7 @@ def test_what_is_not_exact_is_refused_and_nothing_changes(name: str, reason: str
     scalelong.apply(model, "cs", kappa=0.5)
     before, state = output(model, family.inputs()), copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=rf"fold: skip 2 .*({reason})"):
-        scalelong.fold(model, **family.inputs())
+        scalelong.fold(model, example=family.inputs())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert torch.equal(output(model, family.inputs()), before)
 
@@ -129,12 +129,12 @@ def test_what_is_not_exact_is_refused_and_nothing_changes(name: str, reason: str
 def test_gates_cannot_be_folded() -> None:
     model = build(FAMILY["UViT"])
     scalelong.apply(model, "ls")
-    with pytest.raises(ValueError, match="no fixed number per skip"):
+    with pytest.raises(ValueError, match="does not multiply each skip by a fixed number"):
         scalelong.fold(model)
     assert scalelong.skips.is_scaled(model)
 
 
-def test_a_weight_that_serves_elsewhere_too_is_refused() -> None:
+def test_a_weight_that_is_used_elsewhere_is_refused() -> None:
     class Tied(TutorialUNet):
         """Its second decoder's convolution is used once more on something else."""
 
@@ -145,7 +145,7 @@ def test_a_weight_that_serves_elsewhere_too_is_refused() -> None:
     model = Tied().eval()
     scalelong.apply(model, "cs", kappa=0.5, example=image())
     with pytest.raises(ValueError, match=r"up2\.0\.weight is used 2 times"):
-        scalelong.fold(model, *image())
+        scalelong.fold(model, example=image())
 
 
 def test_a_grouped_convolution_is_refused() -> None:
@@ -154,7 +154,7 @@ def test_a_grouped_convolution_is_refused() -> None:
     scalelong.apply(model, "cs", kappa=0.5, example=image())
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"fold: skip 2 .*up2\.0\.weight is a grouped convolution"):
-        scalelong.fold(model, *image())
+        scalelong.fold(model, example=image())
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
@@ -238,5 +238,5 @@ def test_the_refusal_for_a_norms_eps_names_the_placement_that_folds() -> None:
     model = build(FAMILY["UNet2DModel"])
     scalelong.apply(model, "cs", kappa=0.5)
     with pytest.raises(ValueError, match="train with placement='after_norm', which folds exactly, keep the hooks"):
-        scalelong.fold(model, **FAMILY["UNet2DModel"].inputs())
+        scalelong.fold(model, example=FAMILY["UNet2DModel"].inputs())
     assert scalelong.skips.is_scaled(model)

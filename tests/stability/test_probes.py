@@ -79,9 +79,9 @@ def test_measuring_changes_nothing() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_blocks_by_name_and_near_names_for_a_wrong_one() -> None:
+def test_blocks_by_name_and_the_nearest_name_for_a_wrong_one() -> None:
     assert list(OscillationProbe(uvit(), BATCH, blocks=["norm"]).norms()) == ["norm"]
-    with pytest.raises(ValueError, match=r"no 'midblock' in UViT; near are \['mid_block'"):
+    with pytest.raises(ValueError, match=r"UViT has no module 'midblock'; did you mean 'mid_block'\?"):
         OscillationProbe(uvit(), BATCH, blocks=["midblock"])
     with pytest.raises(ValueError, match="every: must be at least 1"):
         OscillationProbe(uvit(), BATCH, every=0)
@@ -99,13 +99,13 @@ def test_inputs_may_be_keywords() -> None:
     assert by_name == OscillationProbe(model, BATCH).norms()
 
 
-def test_a_batch_of_the_wrong_shape_is_refused_before_training() -> None:
+def test_a_batch_of_the_wrong_shape_is_rejected_before_training() -> None:
     wrong = (torch.zeros(3, 3, 16, 16), BATCH[1])
     with pytest.raises(
-        ValueError, match=r"inputs: a probe batch of shapes \[\(3, 3, 16, 16\), \(3,\)\] does not go through UViT"
+        ValueError, match=r"inputs: the forward of UViT fails on a probe batch of shapes \[\(3, 3, 16, 16\), \(3,\)\]"
     ):
         OscillationProbe(uvit(), wrong)
-    with pytest.raises(ValueError, match=r"blocks: \['final'\] gave no tensor"):
+    with pytest.raises(ValueError, match=r"blocks: \['final'\] returned no tensor"):
         OscillationProbe(Idle(), torch.zeros(1, 2), blocks=["first", "final"])
 
 
@@ -127,7 +127,7 @@ def test_an_unknown_model_gives_the_entries_of_its_lists() -> None:
     assert stages(model) == ["downs.0", "downs.1", "ups.8x8"]
 
 
-def test_what_the_gates_gave_in_training_survives_a_measurement() -> None:
+def test_a_measurement_keeps_the_coefficients_of_the_last_training_step() -> None:
     model = uvit()
     scalelong.apply(
         model, "ls", reduction=2, activation="elu"
@@ -144,7 +144,7 @@ def test_what_the_gates_gave_in_training_survives_a_measurement() -> None:
 
 
 def loop(model: torch.nn.Module, path, steps: int = 4) -> list[dict[str, float]]:
-    """Somebody's training loop with the probe's two lines in it."""
+    """A training loop with the probe's two lines in it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = OscillationProbe(model, BATCH, every=2, path=path)
     for _ in range(steps):

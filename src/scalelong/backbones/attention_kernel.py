@@ -1,7 +1,7 @@
-"""Attention over a number of tokens just above a multiple of a tile, such as 256 patches and the time: a Triton kernel.
+"""A Triton kernel for attention over slightly more tokens than a multiple of its tile, such as 256 patches and the time.
 
-Libraries work through the tokens in tiles of 128, so that 257 tokens cost as much as 384. Here the few that remain are taken
-one by one, as vectors: 0.57 ms a block for 1,000 images on an H200, torch 0.85 (benchmarks/attention.py).
+Libraries process tokens in tiles of 128, so 257 cost as much as 384. Here the remaining ones are processed singly, as
+vectors: 0.57 ms per block for 1,000 images on an H200, torch 0.85 (benchmarks/attention.py).
 
 Shapes: B images, T tokens, H heads of D channels; qkv is (B, T, 3 H D) as the linear layer writes it.
 """
@@ -30,7 +30,7 @@ def _attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ):
-    """QUERIES queries of one head of one image, over TILES tiles of KEYS keys and then REST single ones."""
+    """QUERIES queries of one head of one image, over TILES tiles of KEYS keys, then REST single keys."""
     parts = tl.cdiv(tokens, QUERIES)
     program = tl.program_id(0)
     part, head, image = program % parts, program // parts % HEADS, (program // parts // HEADS).to(tl.int64)
@@ -74,7 +74,7 @@ def attend(qkv: Tensor, heads: int, queries: int = 64, keys: int = 64, warps: in
     images, tokens, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     channels = width // heads
     out = torch.empty(images, tokens, width, dtype=qkv.dtype, device=qkv.device)
-    with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]  # Triton starts it on the current device
+    with torch.cuda.device_of(qkv):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _attend[(triton.cdiv(tokens, queries) * heads * images,)](
             qkv.contiguous(), out, tokens, math.log2(math.e) / math.sqrt(channels),
             heads, channels, tokens // keys, tokens % keys, queries, keys, stages, num_warps=warps,

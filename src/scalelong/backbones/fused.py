@@ -1,15 +1,17 @@
-"""What drawing images in low precision on a GPU spends beyond its matrix products, put into them.
+"""Fused inference kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling.
 
-No derivative is wanted then, so a product may take GELU, or the tensor it is added to, into its own kernel, and attention
-may take the few tokens beyond a tile one by one; benchmarks/generate.py and benchmarks/attention.py measure what it saves.
-The fused GELU is its tanh form, off by at most 5e-4. Each is one opaque operation: torch.compile would take it apart again.
+Without gradients a matrix product can apply the GELU that follows it or accumulate in place, the residual path can stay in
+16 bits, and attention can handle the few tokens beyond its last full tile separately (attention_kernel.py). Measured by
+benchmarks/generate.py and benchmarks/attention.py. The fused GELU is the tanh approximation, off by at most 5e-4.
+Each kernel is one custom operator, since torch.compile would decompose it otherwise.
 """
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -17,75 +19,125 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from scalelong.scaling.torch_state import is_watched
+from scalelong.backbones.uvit import Attention, Block, Mlp, SkipLinear, UViT
 
-_DEVICE, _TYPES = "cuda", (torch.bfloat16, torch.float16)
 _KERNEL = "scalelong.backbones.attention_kernel"
-_failures: list[str] = []  # of the kernel; after one it is not tried again
+_failures: list[str] = []  # of the attention kernel; after one it is not tried again
 
 
-def drawing_type(x: Tensor) -> torch.dtype | None:
-    """The 16-bit type that products are computed in here, if no derivative is wanted and the fused form pays; else None."""
-    if torch.is_grad_enabled() or x.device.type != _DEVICE or is_watched():
-        return None
-    chosen = torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else x.dtype
-    return chosen if chosen in _TYPES else None
+@contextmanager
+def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
+    """Use the fused kernels in every U-ViT of `model` inside the block; afterwards it is the plain network again.
+
+    For sampling on CUDA in bf16 or fp16, without gradients. Blocks whose MLP has adapters, hooks or tensor subclasses on
+    entry stay plain.
+
+    >>> from scalelong.backbones import UViT, UViTConfig
+    >>> model = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2))
+    >>> with torch.no_grad(), inference(model):
+    ...     model(torch.randn(1, 3, 8, 8), torch.tensor([500.0])).shape
+    torch.Size([1, 3, 8, 8])
+    """
+    networks = [part for part in model.modules() if isinstance(part, UViT)] if model is not None and enabled else []
+    swapped = []
+    for network in networks:
+        attention_kernel = _has_attention_kernel(network)
+        for module in network.modules():
+            fused = _fused_class(module, attention_kernel)
+            if fused is not None:
+                swapped.append((module, type(module)))
+                module.__class__ = fused
+    try:
+        yield
+    finally:
+        for module, plain in swapped:
+            module.__class__ = plain
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a module does what its class does and no more: nothing stands in for it, hooks it or replaces its forward."""
-    own = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    everywhere = modules._global_forward_hooks or modules._global_forward_pre_hooks
-    return type(module) is kind and not own and not everywhere
+class FusedBlock(Block):
+    """A block with its residual path in the dtype of its products, and an MLP of two kernels."""
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        x = x.to(_compute_dtype(x))
+        if self.skip_linear is not None:
+            x = self.skip_linear(x, skip)
+        x = x + self.attn(self.norm1(x))
+        hidden = linear_gelu(self.norm2(x).to(x.dtype), self.mlp.fc1)
+        return add_product_((x + self.mlp.fc2.bias.to(x.dtype)).contiguous(), hidden, self.mlp.fc2.weight)
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """A plain linear layer with a bias, whose weights are nothing but numbers (no quantised or sharded tensor)."""
-    if not is_plain(module):
-        return False
-    return all(type(part) in (Tensor, nn.Parameter) for part in (module.weight, module.bias))
+class FusedSkipLinear(SkipLinear):
+    """x Wx + b, onto which coefficient * (skip Ws) is accumulated in place."""
+
+    def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
+        if isinstance(coefficient, Tensor):
+            return super().forward(x, skip, coefficient)
+        weight_x, weight_skip = torch.split(self.weight, [x.shape[-1], skip.shape[-1]], dim=1)
+        return add_product_(F.linear(x, weight_x, self.bias), skip, weight_skip, coefficient)
 
 
-def linear_gelu(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """gelu(linear(x)) in `dtype`, in one kernel where the device has one."""
-    found: Tensor = _linear_gelu(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype))
+class FusedAttention(Attention):
+    """Self-attention by the Triton kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.proj(_attention(self.qkv(x), self.heads))
+        return projected
+
+
+def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """gelu(linear(x)) in the dtype of x."""
+    found: Tensor = _linear_gelu(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
     return found
 
 
 def add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
-    """onto += factor * x weight^T, in place and in the type of `onto`, which must be the caller's own."""
+    """onto += factor * x weight^T, in place and in the dtype of `onto`."""
     _add_product_(onto, x.to(onto.dtype), weight.to(onto.dtype), factor)
     return onto
 
 
-def attention(qkv: Tensor, heads: int) -> Tensor:
-    """(B, T, 3 D) -> (B, T, D): multi-head self-attention, by our kernel where one is for this size."""
-    if drawing_type(qkv) == qkv.dtype and _has_kernel(qkv, heads):
-        found: Tensor = _attention(qkv, heads)
-        return found
-    return _plain_attention(qkv, heads)
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products: autocast's where it is on, else that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _plain_attention(qkv: Tensor, heads: int) -> Tensor:
-    query, key, value = torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+def _fused_class(module: nn.Module, attention_kernel: bool) -> type[nn.Module] | None:
+    """The class that replaces a module's own during inference; None: it stays as it is."""
+    if type(module) is Block and _has_plain_mlp(module):
+        return FusedBlock
+    if type(module) is SkipLinear and _has_plain_parameters(module):
+        return FusedSkipLinear
+    if type(module) is Attention and attention_kernel:
+        return FusedAttention
+    return None
 
 
-def _has_kernel(qkv: Tensor, heads: int) -> bool:
-    """16 x 16 patches with one or two tokens more and heads of 64 channels, as in every preset without text."""
-    return qkv.shape[1] in (257, 258) and qkv.shape[2] == 3 * heads * 64 and _gpu_runs_it()
+def _has_plain_mlp(block: Block) -> bool:
+    """False if bypassing the calls of the MLP's layers would miss hooks, adapters or replaced forwards."""
+    if type(block.mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
+        return False
+    layers = (block.mlp.fc1, block.mlp.fc2)
+    hooked = [
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in (block.mlp, *layers)
+    ]
+    return not any(hooked) and all(type(layer) is nn.Linear and _has_plain_parameters(layer) for layer in layers)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _gpu_runs_it() -> bool:
-    """It was measured on an H200; older GPUs and AMD's keep torch's kernel."""
-    return _kernel_is_there() and torch.version.hip is None and torch.cuda.get_device_capability()[0] >= 9
+def _has_plain_parameters(module: nn.Module) -> bool:
+    """False for quantised and sharded tensors, which are subclasses, and for an absent bias."""
+    return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module._parameters.values())
 
 
-@cache
-def _kernel_is_there() -> bool:
-    """Triton comes with torch's GPU builds only, and an exported network has this file but not this package."""
-    return all(find_spec(name) is not None for name in ("triton", "scalelong", _KERNEL))
+def _has_attention_kernel(network: UViT) -> bool:
+    """True for 16 x 16 patches with one or two extra tokens and heads of 64 channels, as in every preset without text."""
+    measured = network.num_tokens in (257, 258) and network.config.dim == 64 * network.config.heads
+    return measured and network.pos_embed.is_cuda and _gpu_has_kernel()
+
+
+def _gpu_has_kernel() -> bool:
+    """Measured on an H200; older GPUs and AMD's keep torch's kernel. Triton comes with torch's GPU builds only."""
+    return find_spec("triton") is not None and torch.version.hip is None and torch.cuda.get_device_capability()[0] >= 9
 
 
 @torch.library.custom_op("scalelong::linear_gelu", mutates_args=())
@@ -106,16 +158,18 @@ def _add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float) -> Non
 
 @torch.library.custom_op("scalelong::attention", mutates_args=())
 def _attention(qkv: Tensor, heads: int) -> Tensor:
+    """(B, T, 3 D) -> (B, T, D); falls back to torch's attention, with a warning, where the kernel does not compile."""
     if not _failures:
         try:
             found: Tensor = importlib.import_module(_KERNEL).attend(qkv, heads)
             return found
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # no C compiler, no headers of Python, a GPU that Triton does not know
+        except Exception as error:  # noqa: BLE001  # no C compiler, no Python headers, a GPU that Triton does not support
             _failures.append(str(error))
-            warnings.warn(f"our attention kernel does not run here, so torch's does ({error})", stacklevel=2)
-    return _plain_attention(qkv, heads)
+            warnings.warn(f"the fused attention kernel failed ({error}); using torch's instead", stacklevel=2)
+    query, key, value = torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 @_attention.register_fake

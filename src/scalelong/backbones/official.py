@@ -1,12 +1,11 @@
-"""Checkpoints of the public U-ViT and ScaleLong code, loaded into our U-ViT with the scaling they were trained with.
+"""Load checkpoints of the public U-ViT and ScaleLong code into our U-ViT, scaled as they were trained.
 
-The public gates are named se.layer1 and se.layer2 (one for all skips), or se.{j}.layer1 and so on (one for each skip),
-j counting decoder blocks from the first, so j = 0 is the INNERMOST skip; our gates count from the outermost.
+The public gates are named se.layer1 and se.layer2 (one gate for all skips) or se.{j}.layer1, ... (one per skip), where j
+counts decoder blocks, so j = 0 is the INNERMOST skip; our gates count from the outermost.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,32 +13,32 @@ import torch
 from torch import Tensor
 
 from scalelong.backbones.uvit import UViT, UViTConfig
+from scalelong.errors import did_you_mean
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips import apply
 
 CODES = ("none", "rsqrt2", "cs", "ls", "ls_individual")  # the public code's numbers 0 .. 4
 REDUCTION = 16
-LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # a gate's layers there and here
+LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # layers of a gate: public name -> ours
 
-# The public code's settings and their defaults there; None stands for one that may be absent.
-DEFAULTS: Mapping[str, Any] = {
-    "img_size": 224,
-    "patch_size": 16,
-    "in_chans": 3,
-    "embed_dim": 768,
-    "depth": 12,
-    "num_heads": 12,
-    "mlp_ratio": 4.0,
-    "qkv_bias": False,
-    "qk_scale": None,
-    "mlp_time_embed": False,
-    "num_classes": -1,
-    "use_checkpoint": False,
-    "conv": True,
-    "skip": True,
-    "clip_dim": None,
-    "num_clip_token": None,
+# The public code's settings: our name for each, and its default there.
+SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "img_size": ("image_size", 224),
+    "patch_size": ("patch_size", 16),
+    "in_chans": ("in_channels", 3),
+    "embed_dim": ("dim", 768),
+    "depth": ("depth", 12),
+    "num_heads": ("heads", 12),
+    "mlp_ratio": ("mlp_ratio", 4.0),
+    "qkv_bias": ("qkv_bias", False),
+    "mlp_time_embed": ("mlp_time_embed", False),
+    "num_classes": ("num_classes", -1),  # -1: none
+    "use_checkpoint": ("checkpointing", False),
+    "conv": ("final_conv", True),
+    "clip_dim": ("text_dim", None),
+    "num_clip_token": ("text_tokens", None),
 }
+FIXED: Mapping[str, Any] = {"qk_scale": None, "skip": True}  # settings of which one value is supported
 
 
 def load_official_uvit(
@@ -48,10 +47,14 @@ def load_official_uvit(
     scalelong: int | str = "none",
     kappa: float | None = None,
 ) -> UViT:
-    """The public code's network with these weights, scaled as it was there.
+    """The public code's network with these weights and its scaling.
 
-    scalelong: the public code's number or our name for it, see CODES. kappa: what "cs" was trained with; it does not
-    stand in the weights, and as in the public code the other methods do not look at it.
+    scalelong: the public code's number for the method, or our name for it, see CODES. kappa: of "cs"; it is not stored in
+    the weights, and the other methods ignore it.
+
+    >>> config = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    >>> state_dict = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2)).state_dict()
+    >>> model = load_official_uvit(config, state_dict, scalelong="cs", kappa=0.5)
     """
     method = _method(scalelong)
     scaling = _scaling_config(method, kappa)
@@ -62,7 +65,7 @@ def load_official_uvit(
     gate_shapes = _gate_shapes(method, model.num_tokens, model.num_skips)
     _check_state(state, {name: tuple(value.shape) for name, value in model.state_dict().items()}, gate_shapes, method)
 
-    model.to_empty(device="cpu")  # every tensor of it is in the state dict
+    model.to_empty(device="cpu")
     model.load_state_dict({name: value for name, value in state.items() if name not in gate_shapes})
     handle = apply(model, scaling.method, **scaling.options)
     if gate_shapes:
@@ -75,7 +78,7 @@ def load_official_uvit(
 
 
 def _method(scalelong: int | str) -> str:
-    if isinstance(scalelong, int) and not isinstance(scalelong, bool) and 0 <= scalelong < len(CODES):
+    if type(scalelong) is int and 0 <= scalelong < len(CODES):
         return CODES[scalelong]
     if isinstance(scalelong, str) and scalelong in CODES:
         return scalelong
@@ -89,72 +92,55 @@ def _scaling_config(method: str, kappa: float | None) -> ScalingConfig:
     if method != "cs":
         return ScalingConfig.create(method)
     if kappa is None:
-        raise ValueError("official.kappa: None with 'cs'; pass the kappa of the training, the weights do not hold it")
+        raise ValueError(
+            "official.kappa: None with 'cs'; pass the kappa it was trained with, which the weights do not store"
+        )
     return ScalingConfig.create("cs", kappa=kappa)
 
 
 def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
-    for key in config:
-        if key not in DEFAULTS:
-            near = difflib.get_close_matches(str(key), DEFAULTS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(
-                f"official.{key}: unknown setting (got {config[key]!r}); {hint}known: {', '.join(DEFAULTS)}"
-            )
-    full = {**DEFAULTS, **config}
-    if full["qk_scale"] is not None:
-        raise ValueError(f"official.qk_scale: {full['qk_scale']!r} is not supported; only None, 1 / sqrt(head size)")
-    if full["skip"] is not True:
+    known = [*SETTINGS, *FIXED]
+    for key, value in config.items():
+        if key not in known:
+            hint = f"{did_you_mean(key, known)}known: {', '.join(known)}"
+            raise ValueError(f"official.{key}: unknown setting (got {value!r}); {hint}")
+        if key in FIXED and value is not FIXED[key]:
+            raise ValueError(f"official.{key}: {value!r} is not supported; only {FIXED[key]!r} is")
+    given = {ours: config.get(theirs, default) for theirs, (ours, default) in SETTINGS.items()}
+    if (given["text_dim"] is None) != (given["text_tokens"] is None):
         raise ValueError(
-            f"official.skip: {full['skip']!r}: a network without long skips has nothing to scale; use True"
-        )
-    if (full["clip_dim"] is None) != (full["num_clip_token"] is None):
-        raise ValueError(
-            f"official.clip_dim: {full['clip_dim']!r} with num_clip_token {full['num_clip_token']!r}; "
+            f"official.clip_dim: {given['text_dim']!r} with num_clip_token {given['text_tokens']!r}; "
             "a text model needs both, any other neither"
         )
-    return UViTConfig(
-        image_size=full["img_size"],
-        patch_size=full["patch_size"],
-        in_channels=full["in_chans"],
-        dim=full["embed_dim"],
-        depth=full["depth"],
-        heads=full["num_heads"],
-        mlp_ratio=full["mlp_ratio"],
-        qkv_bias=full["qkv_bias"],
-        mlp_time_embed=full["mlp_time_embed"],
-        num_classes=0 if full["num_classes"] == -1 else full["num_classes"],
-        text_dim=full["clip_dim"] or 0,
-        text_tokens=full["num_clip_token"] or 0,
-        final_conv=full["conv"],
-        checkpointing=full["use_checkpoint"],
-    )
+    classes = 0 if given["num_classes"] == -1 else given["num_classes"]
+    text = {"text_dim": given["text_dim"] or 0, "text_tokens": given["text_tokens"] or 0}
+    return UViTConfig(**{**given, **text, "num_classes": classes})
 
 
 # ------------------------------------------------------------------------------------------------------ weights to weights
 
 
 def _without_prefix(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by name, without the "module." that data-parallel training puts before every one."""
+    """The weights without the "module." prefix of data-parallel training."""
     prefixed = all(name.startswith("module.") for name in state_dict)
     return {name.removeprefix("module.") if prefixed else name: value for name, value in state_dict.items()}
 
 
 def _gate_shapes(method: str, tokens: int, num_skips: int) -> dict[str, tuple[int, ...]]:
-    """The public names and shapes of the gates a method has."""
-    places = {"ls": ["se"], "ls_individual": [f"se.{j}" for j in range(num_skips)]}.get(method, [])
+    """Public names and shapes of a method's gates."""
+    gates = {"ls": ["se"], "ls_individual": [f"se.{j}" for j in range(num_skips)]}.get(method, [])
     hidden = max(1, tokens // REDUCTION)
     shapes: dict[str, tuple[int, ...]] = {}
-    for place in places:
-        shapes |= {f"{place}.layer1.weight": (hidden, tokens), f"{place}.layer1.bias": (hidden,)}
-        shapes |= {f"{place}.layer2.weight": (tokens, hidden), f"{place}.layer2.bias": (tokens,)}
+    for gate in gates:
+        shapes |= {f"{gate}.layer1.weight": (hidden, tokens), f"{gate}.layer1.bias": (hidden,)}
+        shapes |= {f"{gate}.layer2.weight": (tokens, hidden), f"{gate}.layer2.bias": (tokens,)}
     return shapes
 
 
 def _our_gate_name(name: str, num_skips: int) -> str:
     """se.layer1.weight -> gates.0.zeta.0.weight; se.{j}.layer1.weight -> gates.{N - 1 - j}.zeta.0.weight."""
-    *place, layer, kind = name.removeprefix("se.").split(".")
-    gate = num_skips - 1 - int(place[0]) if place else 0
+    *number, layer, kind = name.removeprefix("se.").split(".")
+    gate = num_skips - 1 - int(number[0]) if number else 0
     return f"gates.{gate}.{LAYERS[layer]}.{kind}"
 
 
@@ -164,7 +150,7 @@ def _check_state(
     gates: Mapping[str, tuple[int, ...]],
     method: str,
 ) -> None:
-    """Every tensor is there, none is left over, all have the shapes the settings say."""
+    """Raise unless the names and shapes are those that the settings imply."""
     wanted = {**backbone, **gates}
     missing = [name for name in wanted if name not in state]
     extra = [name for name in state if name not in wanted]
@@ -176,14 +162,14 @@ def _check_state(
         )
     if missing or extra:
         raise ValueError(
-            f"official.state_dict: missing {_some(missing)}; unexpected {_some(extra)}; give the settings (depth, "
-            "num_classes, mlp_time_embed, conv, clip_dim, ...) these weights were trained with"
+            f"official.state_dict: missing {_some(missing)}; unexpected {_some(extra)}; pass the settings (depth, "
+            "num_classes, mlp_time_embed, conv, clip_dim, ...) of the training"
         )
     for name, shape in wanted.items():
         if tuple(state[name].shape) != shape:
             raise ValueError(
                 f"official.state_dict: {name} is {tuple(state[name].shape)}, the settings say {shape}; "
-                "give the settings these weights were trained with"
+                "pass the settings of the training"
             )
 
 

@@ -1,11 +1,7 @@
-"""The convolutional UNets of the paper's Table 1, as configurations of diffusers' models, and one way to call any model.
-
-Shapes: B batch, C channels.
-"""
+"""The convolutional UNets of the paper's Table 1 as configurations of diffusers' models, and one way to call any model."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +10,11 @@ from torch import Tensor, nn
 
 
 def ddpm_cifar10(**changes: Any) -> nn.Module:
-    """The CIFAR-10 network of DDPM, 35.7M parameters: 32x32, attention at 16x16."""
-    from diffusers import UNet2DModel
+    """The CIFAR-10 network of DDPM, 35.7M parameters: 32x32, attention at 16x16.
 
-    settings: dict[str, Any] = {
+    >>> model = ddpm_cifar10(block_out_channels=(32, 32, 32, 32))  # replaces this field of the configuration
+    """
+    settings = {
         "sample_size": 32,
         "block_out_channels": (128, 256, 256, 256),
         "layers_per_block": 2,
@@ -29,15 +26,15 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
         "freq_shift": 1,
         "norm_eps": 1e-6,
     }
-    model: nn.Module = UNet2DModel(**{**settings, **changes})
-    return model
+    return _build("UNet2DModel", {**settings, **changes})
 
 
 def iddpm_imagenet64(**changes: Any) -> nn.Module:
-    """A class-conditional 64x64 network in the manner of IDDPM, 144M parameters: attention at 16x16 and 8x8."""
-    from diffusers import UNet2DModel
+    """A class-conditional 64x64 network as in IDDPM, 144M parameters: attention at 16x16 and 8x8.
 
-    settings: dict[str, Any] = {
+    >>> model = iddpm_imagenet64(block_out_channels=(32, 32, 32, 32), num_class_embeds=10)
+    """
+    settings = {
         "sample_size": 64,
         "block_out_channels": (160, 320, 480, 640),
         "layers_per_block": 2,
@@ -47,15 +44,15 @@ def iddpm_imagenet64(**changes: Any) -> nn.Module:
         "resnet_time_scale_shift": "scale_shift",
         "num_class_embeds": 1000,
     }
-    model: nn.Module = UNet2DModel(**{**settings, **changes})
-    return model
+    return _build("UNet2DModel", {**settings, **changes})
 
 
 def text_latent(**changes: Any) -> nn.Module:
-    """A text-to-image network on 32x32x4 latents, 261M parameters: cross attention to features of width 768."""
-    from diffusers import UNet2DConditionModel
+    """A text-to-image network on 32x32x4 latents, 261M parameters: cross attention to features of width 768.
 
-    settings: dict[str, Any] = {
+    >>> model = text_latent(block_out_channels=(32, 32, 32, 32), attention_head_dim=2, cross_attention_dim=64)
+    """
+    settings = {
         "sample_size": 32,
         "in_channels": 4,
         "out_channels": 4,
@@ -63,51 +60,63 @@ def text_latent(**changes: Any) -> nn.Module:
         "layers_per_block": 2,
         "down_block_types": ("CrossAttnDownBlock2D",) * 4,
         "up_block_types": ("CrossAttnUpBlock2D",) * 4,
-        "attention_head_dim": 7,  # in this class of diffusers the NUMBER of heads, of 32, 64, 64 and 96 channels
+        "attention_head_dim": 7,  # diffusers' name for the NUMBER of heads here: 32, 64, 64 and 96 channels each
         "cross_attention_dim": 768,
     }
-    model: nn.Module = UNet2DConditionModel(**{**settings, **changes})
+    return _build("UNet2DConditionModel", {**settings, **changes})
+
+
+def _build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+    import diffusers  # takes seconds to import, and U-ViTs do not need it
+
+    model: nn.Module = getattr(diffusers, name)(**settings)
     return model
 
 
-PRESETS: Mapping[str, Callable[..., nn.Module]] = {
-    "ddpm-cifar10": ddpm_cifar10,
-    "iddpm-imagenet64": iddpm_imagenet64,
-    "text-latent": text_latent,
-}
-
-
 @dataclass(frozen=True)
-class Network:
-    """A model called as net(x, time, class_labels=..., context=...) -> Tensor, whatever its own names are."""
+class DiffusersUNet:
+    """A UNet of diffusers called like a U-ViT: net(x, time, class_labels=..., context=...) -> Tensor."""
 
     model: nn.Module
-    names: Mapping[str, str]  # our name of a condition -> the model's
-    fixed: Mapping[str, Any]  # arguments that are always passed
 
     def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
-        given = {name: value for name, value in condition.items() if value is not None}
-        for name in given:
-            if name not in self.names:
-                takes = ", ".join(self.names) or "no condition"
-                raise ValueError(f"network.{name}: {type(self.model).__name__} takes {takes}; leave {name} out")
-        output = self.model(x, time, **{self.names[name]: value for name, value in given.items()}, **self.fixed)
-        image: Tensor = output[0] if isinstance(output, tuple) else output
+        image: Tensor = self.model(**model_inputs(self.model, x, time, **condition), return_dict=False)[0]
         return image
 
 
-def as_network(model: nn.Module) -> Network:
-    """One way to call a UViT, a diffusers UNet (compiled or in DDP too) or any model of (x, time, ...)."""
-    parameters = inspect.signature(unwrapped(model).forward).parameters
-    names = {"class_labels": "class_labels"} if "class_labels" in parameters else {}
-    for theirs in ("context", "encoder_hidden_states"):
-        if theirs in parameters:
-            names["context"] = theirs
-    return Network(model, names, {"return_dict": False} if "return_dict" in parameters else {})
+def as_network(model: nn.Module) -> Callable[..., Tensor]:
+    """The model as net(x, time, class_labels=..., context=...) -> Tensor: itself, or a wrapper of a diffusers UNet.
+
+    The model may be compiled or in DDP.
+
+    >>> import torch
+    >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
+    >>> net(torch.randn(1, 3, 32, 32), torch.tensor([500.0])).shape
+    torch.Size([1, 3, 32, 32])
+    """
+    return DiffusersUNet(model) if _diffusers_class(model) else model
+
+
+def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor | None) -> dict[str, Any]:
+    """The keyword arguments of a model for these inputs; conditions that are None are left out."""
+    given = {name: value for name, value in condition.items() if value is not None}
+    name = _diffusers_class(model)
+    if not name:
+        return {"x": x, "time": time, **given}
+    for wrong in given.keys() - {"class_labels", "context" if name == "UNet2DConditionModel" else ""}:
+        raise ValueError(f"network.{wrong}: a {name} has no such condition; leave {wrong} out")
+    renamed = {"encoder_hidden_states" if name == "context" else name: value for name, value in given.items()}
+    return {"sample": x, "timestep": time, **renamed}
+
+
+def _diffusers_class(model: nn.Module) -> str:
+    """The name of the UNet of diffusers that a model is; "" for any other model."""
+    bases = [cls.__name__ for cls in type(unwrapped(model)).__mro__ if cls.__module__.startswith("diffusers.")]
+    return next((name for name in ("UNet2DModel", "UNet2DConditionModel") if name in bases), "")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile's or DDP's: its forward names its arguments, hooks on it run."""
+    """The user's module inside those of torch.compile and DDP."""
     for attribute, wrapper in (("_orig_mod", "OptimizedModule"), ("module", "DistributedDataParallel")):
         if type(model).__name__ == wrapper:
             inner: nn.Module = getattr(model, attribute)

@@ -1,45 +1,44 @@
-"""U-ViT: a transformer on image patches whose second half takes long skips from its first half.
+"""U-ViT (Bao et al., 2023): a vision transformer with long skips from its first to its second half.
 
-Time, class or text are tokens like the patches. Out-block j joins the main path with the skip by one linear layer; the
-layer takes an optional coefficient, which `scalelong.apply` passes through a hook. The model knows no scaling method.
+Time, class and text are tokens, as the patches are. An out-block joins hidden state and skip in one linear layer, which
+takes an optional coefficient; `scalelong.apply` passes it in a hook, so the network is independent of scaling methods.
 
-Shapes: B batch, T tokens (extra tokens first, then patches), C input channels of an image, D width.
+Shapes: B batch, T tokens (time, class and text first, then patches), C image channels, D width.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scalelong.backbones.fused import add_product_, attention, drawing_type, is_plain, is_plain_linear, linear_gelu
-
 
 @dataclass(frozen=True, kw_only=True)
 class UViTConfig:
-    """The sizes of a U-ViT, checked."""
+    """The sizes of a U-ViT; wrong ones raise a ValueError.
+
+    >>> UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8)  # U-ViT-S/2 on CIFAR-10
+    UViTConfig(image_size=32, patch_size=2, ...)
+    """
 
     image_size: int
     patch_size: int
     in_channels: int = 3
     dim: int
-    depth: int  # in-blocks and out-blocks together; the middle block comes on top
+    depth: int  # in-blocks and out-blocks, without the middle block
     heads: int
     mlp_ratio: float = 4.0
     qkv_bias: bool = False
-    mlp_time_embed: bool = False  # two linear layers on the sinusoid of the time
+    mlp_time_embed: bool = False  # two linear layers on the sinusoidal embedding of the time
     num_classes: int = 0  # 0: no class token
     text_dim: int = 0  # width of the text features; 0: no text tokens
     text_tokens: int = 0
-    final_conv: bool = True  # a 3x3 convolution on the assembled image
-    checkpointing: bool = False  # recompute blocks in the backward pass instead of storing their activations
+    final_conv: bool = True  # a 3x3 convolution on the output image
+    checkpointing: bool = False  # recompute activations of blocks in the backward pass
 
     def __post_init__(self) -> None:
         for key in ("image_size", "patch_size", "in_channels", "dim", "depth", "heads"):
@@ -51,7 +50,7 @@ class UViTConfig:
         if self.dim % self.heads:
             self._refuse("heads", f"does not divide dim {self.dim}; choose a divisor of it")
         if self.dim % 2:
-            self._refuse("dim", "is odd, but half of it are cosines of the time and half sines; choose an even width")
+            self._refuse("dim", "is odd, but the time embedding is half cosines, half sines; choose an even width")
         if self.depth % 2:
             self._refuse("depth", "is odd, but each in-block needs its out-block; choose an even depth")
         if not self.mlp_ratio > 0:
@@ -70,19 +69,6 @@ class UViTConfig:
         raise ValueError(f"uvit.{key}: {getattr(self, key)!r} {reason}")
 
 
-_CELEBA64 = UViTConfig(image_size=64, patch_size=4, dim=512, depth=12, heads=8)
-_COCO = UViTConfig(image_size=32, patch_size=2, in_channels=4, dim=512, depth=12, heads=8, text_dim=768, text_tokens=77)
-
-PRESETS: Mapping[str, UViTConfig] = {
-    "cifar10-s2": UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8),
-    "celeba64-s4": _CELEBA64,
-    "imagenet64-m4": replace(_CELEBA64, dim=768, depth=16, heads=12, num_classes=1000),
-    "imagenet64-l4": replace(_CELEBA64, dim=1024, depth=20, heads=16, num_classes=1000),
-    "coco-s2": _COCO,  # latents of 256x256 images
-    "coco-s2-deep": replace(_COCO, depth=16),
-}
-
-
 def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
     """[cos(t w_k), sin(t w_k)] with w_k falling from 1 to 1 / max_period: (B,) -> (B, dim), in float32."""
     half = dim // 2
@@ -95,6 +81,10 @@ class SkipLinear(nn.Linear):
     """Linear(cat[x, coefficient * skip]) without the concatenation: x Wx + b + coefficient * (skip Ws).
 
     The weight is stored as (D, 2D), [Wx, Ws], like that of the linear layer it equals.
+
+    >>> layer = SkipLinear(2 * 8, 8)
+    >>> layer(torch.randn(2, 5, 8), torch.randn(2, 5, 8), coefficient=0.7).shape
+    torch.Size([2, 5, 8])
     """
 
     def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
@@ -102,12 +92,10 @@ class SkipLinear(nn.Linear):
         weight_x, weight_skip = torch.split(self.weight, [x.shape[-1], skip.shape[-1]], dim=1)
         main = F.linear(x, weight_x, self.bias)
         if isinstance(coefficient, Tensor):
-            if coefficient.ndim == 0 or coefficient.shape[-1] == 1:  # scales rows: it commutes with the matmul
-                gated = F.linear(skip, weight_skip)
-                return torch.addcmul(main, coefficient.to(gated.dtype), gated)
+            if coefficient.ndim == 0 or coefficient.shape[-1] == 1:  # one number per token: commutes with the matmul
+                projected = F.linear(skip, weight_skip)
+                return torch.addcmul(main, coefficient.to(projected.dtype), projected)
             skip, coefficient = skip * coefficient, 1.0
-        if drawing_type(x) == main.dtype and type(self.weight) in (Tensor, nn.Parameter):
-            return add_product_(main, skip, weight_skip, coefficient)
         joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t(), alpha=coefficient)
         return joined.view(main.shape)
 
@@ -122,12 +110,14 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.proj(attention(self.qkv(x), self.heads))
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads T D/heads
+        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        projected: Tensor = self.proj(mixed)
         return projected
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them."""
+    """Two linear layers with a GELU in between."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -135,16 +125,12 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed: Tensor = self.fc2(self.hidden(x))
+        mixed: Tensor = self.fc2(F.gelu(self.fc1(x)))
         return mixed
-
-    def hidden(self, x: Tensor) -> Tensor:
-        dtype = drawing_type(x) if is_plain_linear(self.fc1) else None
-        return F.gelu(self.fc1(x)) if dtype is None else linear_gelu(x, self.fc1, dtype)
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; an out-block joins its skip first."""
+    """A pre-norm transformer block; an out-block first joins its skip."""
 
     def __init__(self, config: UViTConfig, takes_skip: bool = False) -> None:
         super().__init__()
@@ -158,20 +144,12 @@ class Block(nn.Module):
         if self.skip_linear is not None:
             x = self.skip_linear(x, skip)
         x = x + self.attn(self.norm1(x))
-        return self._add_mlp(x, self.norm2(x))
-
-    def _add_mlp(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x + mlp(normed), in one product where images are drawn and nothing else listens."""
-        mlp = self.mlp
-        if drawing_type(x) == x.dtype and is_plain(mlp, Mlp) and is_plain_linear(mlp.fc2):
-            onto = (x + mlp.fc2.bias.to(x.dtype)).contiguous()
-            return add_product_(onto, mlp.hidden(normed), mlp.fc2.weight)
-        mixed: Tensor = x + mlp(normed)
+        mixed: Tensor = x + self.mlp(self.norm2(x))
         return mixed
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) -> (B, T, D), one token for each patch, row by row."""
+    """(B, C, H, W) -> (B, T, D), one token per patch, row by row."""
 
     def __init__(self, config: UViTConfig) -> None:
         super().__init__()
@@ -190,12 +168,17 @@ def unpatchify(patches: Tensor, patch_size: int, channels: int) -> Tensor:
 
 
 class UViT(nn.Module):
-    """U-ViT (Bao et al., 2023). Skip i = 1, the outermost, goes from in_blocks[0] to the last of out_blocks."""
+    """The network. Skip i = 1, the outermost, goes from in_blocks[0] to the last of out_blocks.
+
+    >>> model = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2, num_classes=10))
+    >>> model(torch.randn(2, 3, 8, 8), torch.tensor([10.0, 500.0]), class_labels=torch.tensor([3, 7])).shape
+    torch.Size([2, 3, 8, 8])
+    """
 
     def __init__(self, config: UViTConfig) -> None:
         super().__init__()
         self.config = config
-        dim, patch_pixels = config.dim, config.patch_size**2
+        dim, channels = config.dim, config.in_channels
         self.patch_embed = PatchEmbed(config)
         self.time_embed: nn.Module = nn.Identity()
         if config.mlp_time_embed:
@@ -210,22 +193,12 @@ class UViT(nn.Module):
         self.mid_block = Block(config)
         self.out_blocks = nn.ModuleList(Block(config, takes_skip=True) for _ in range(self.num_skips))
         self.norm = nn.LayerNorm(dim)
-        self.decoder_pred = nn.Linear(dim, patch_pixels * config.in_channels)
-        channels = config.in_channels
+        self.decoder_pred = nn.Linear(dim, config.patch_size**2 * channels)
         self.final_layer = nn.Conv2d(channels, channels, 3, padding=1) if config.final_conv else nn.Identity()
         self._initialise()
 
-    @classmethod
-    def from_preset(cls, name: str, **changes: Any) -> UViT:
-        """A published model by name; `changes` replace fields of its configuration."""
-        if name not in PRESETS:
-            near = difflib.get_close_matches(str(name), PRESETS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"uvit.preset: unknown {name!r}; {hint}choose one of {', '.join(PRESETS)}")
-        return cls(replace(PRESETS[name], **changes))
-
     def _initialise(self) -> None:
-        """Linear weights and positions trunc-normal 0.02, biases 0; all others keep torch's own initialisation."""
+        """Linear weights and positions: truncated normal, std 0.02; biases: 0; all others: torch's default."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -236,13 +209,11 @@ class UViT(nn.Module):
     def forward(
         self, x: Tensor, time: Tensor, class_labels: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
-        """x: (B, C, H, W); time: (B,) or one number, as fed (t * 999); class_labels: (B,); context: (B, text, width)."""
+        """x: (B, C, H, W); time: (B,) or scalar, already scaled (t * 999); class_labels: (B,); context: (B, text, width)."""
         config = self.config
         self._check_inputs(x, class_labels, context)
         tokens = torch.cat([*self._extra_tokens(x, time, class_labels, context), self.patch_embed(x)], dim=1)
         tokens = tokens + self.pos_embed
-        # the residual path in 16 bits halves what LayerNorm moves
-        tokens = tokens.to(drawing_type(tokens) or tokens.dtype)
         skips: list[Tensor] = []
         for block in self.in_blocks:
             tokens = self._run(block, tokens)
@@ -255,6 +226,7 @@ class UViT(nn.Module):
         return image
 
     def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        """The output of a block; with config.checkpointing, its activations are recomputed in the backward pass."""
         if self.config.checkpointing and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
             return recomputed
@@ -287,7 +259,7 @@ class UViT(nn.Module):
 
 
 def _check_condition(key: str, size: int, name: str, value: Tensor | None) -> None:
-    """A condition is given exactly when the model was built for it."""
+    """Raise unless a condition is given exactly when the model was built for it."""
     if size and value is None:
         raise ValueError(f"uvit.{key}: the model was built with {size}, but {name} is None; pass {name}")
     if not size and value is not None:

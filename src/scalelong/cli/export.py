@@ -1,4 +1,4 @@
-"""Take a model out of a run, with a model card: for this package, or as a pipeline that diffusers loads.
+"""Export a model from a run, with a model card: its weights for this package, or a pipeline that diffusers loads.
 
 Example: scalelong export runs/demo/cs --out exported/digits-cs
 
@@ -7,50 +7,40 @@ Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import tyro
 
-import scalelong
 from scalelong.cli.arguments import RunFolder
-from scalelong.pipelines import export_pipeline
-from scalelong.report import read_run
-from scalelong.report.card import model_card, pipeline_card
-from scalelong.training import TrainedRun, load_run
+from scalelong.pipelines import export_pipeline, export_weights
+from scalelong.training import load_run
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is on the command line."""
+    """The command line of `scalelong export`."""
 
     run: RunFolder  # the run's folder
     format: Literal["scalelong", "diffusers"] = "scalelong"  # weights and gates, or a pipeline folder
     out: str = ""  # default: RUN/export, or RUN/pipeline
     weights: str = "ema"  # ema or model
     checkpoint: int | None = None  # the step of the checkpoint; default: the newest
+    sampler: str = ""  # the pipeline's: ddim, ddpm, dpm++2m, dpm++3m or heun; default: the run's, or dpm++2m
 
 
 def main(arguments: list[str]) -> None:
-    """Load, save, describe."""
+    """Export and print where to and how to load it."""
     command = tyro.cli(Export, args=arguments, prog="scalelong export", description=__doc__)
+    if command.sampler and command.format != "diffusers":
+        raise ValueError(
+            f"sampler: {command.sampler!r}, but weights have none; leave it out, or use --format diffusers"
+        )
     run = load_run(command.run, weights=command.weights, step=command.checkpoint)
-    if command.format == "diffusers":
-        _export_pipeline(run, command)
+    if command.format == "scalelong":
+        print(f"step {run.step} ({run.weights}): {export_weights(run, command.out or run.folder / 'export')}")
         return
-    card = model_card(read_run(run.folder), run.step, command.weights, run.shape, run.sizes)
-    out = scalelong.save(run.model, command.out or run.folder / "export")
-    shutil.copy(run.folder / "config.yaml", out / "config.yaml")
-    (out / "README.md").write_text(card)
-    print(f"step {run.step} ({command.weights}): {out}")
-
-
-def _export_pipeline(run: TrainedRun, command: Export) -> None:
-    out = Path(command.out or run.folder / "pipeline")
-    card = pipeline_card(read_run(run.folder), run.step, command.weights)
-    exported = export_pipeline(run, out, command.weights, card)
-    print(f"step {run.step} ({command.weights}): {out}; load it with\n\n{exported.loading()}\n")
+    exported = export_pipeline(run, command.out or run.folder / "pipeline", command.sampler)
+    print(f"step {run.step} ({run.weights}): {exported.folder}; load it with\n\n{exported.loading()}\n")
     if exported.needs_us:
-        print(f"Loading it needs scalelong, since the scaling is not in the weights ({exported.needs_us})")
+        print(f"Loading requires scalelong, since the scaling is not in the weights ({exported.needs_us})")

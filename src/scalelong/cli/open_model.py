@@ -1,4 +1,4 @@
-"""Find the model that a user names: a preset, a run's folder, a diffusers folder, or module:callable."""
+"""Open the model that a user names: a preset, a run folder, a diffusers folder, or module:callable."""
 
 from __future__ import annotations
 
@@ -8,139 +8,151 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import scalelong
 from scalelong.data.registry import expected_shape
-from scalelong.runs.presets import EXPECTED
-from scalelong.runs.settings import Conditioning
+from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
+from scalelong.runs.settings import Conditioning, RunConfig
+from scalelong.runs.yaml_file import from_yaml
+from scalelong.skips import is_scaled
 from scalelong.skips.attach import CONFIG_KEY
-from scalelong.skips.example import as_call
-from scalelong.skips.example_inputs import generated_example
+from scalelong.skips.example import as_call, is_meta
+from scalelong.skips.families import generated_example, known_skips
+from scalelong.skips.hooks import attached_skips
 from scalelong.skips.long_skip import Call
-from scalelong.training import PRESETS, get_preset, load_run
+from scalelong.training import load_run
 from scalelong.training.build import build_model
 
-LARGE = 100_000_000  # parameters from which on a model is looked at on the meta device, without values
-COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline, the first that is there is meant
+LARGE = 100_000_000  # parameters; larger models are built on the meta device, without values
+COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline; the first that exists is opened
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and calls of it; a None call means that its class needs none to be known."""
+    """A model and example calls of it; None where its class is known and needs none."""
 
     model: nn.Module
-    small: Call | None  # to run
-    full: Call | None  # as large as the model was made for
+    example: Call | None  # to run; None on the meta device
+    full: Call | None  # at the model's native resolution
+
+    def skips(self) -> list[scalelong.LongSkip]:
+        """The long skips, their reach measured where the model has values."""
+        if is_scaled(self.model) and any(skip.after_norm for skip in attached_skips(self.model)):
+            return attached_skips(self.model)
+        return scalelong.find_skips(self.model, example=self.example)
 
 
-def open_model(target: str, shapes: Sequence[str]) -> Opened:
-    """The model by its name; shapes are those of an example input, for classes that are not known."""
+def known_config(name: str) -> RunConfig | None:
+    """The configuration of a preset or a run folder; None for other models."""
+    if name in PRESETS:
+        return get_preset(name)
+    path = Path(name) / "config.yaml"
+    return from_yaml(path) if path.is_file() else None
+
+
+def open_model(name: str, shapes: Sequence[str]) -> Opened:
+    """Open a model by name; `shapes` are those of an example input, for unknown classes."""
     example = as_call(tuple(example_tensor(shape) for shape in shapes)) if shapes else None
-    model, given = _find(target, example)
-    example = example or given
+    folder = Path(name)
+    if name in PRESETS:
+        model = _from_preset(name, example)
+    elif (folder / "config.yaml").is_file():
+        model = load_run(folder).model
+    elif folder.is_dir():
+        model = _from_diffusers(folder)
+    elif ":" in name:
+        model, own_example = _from_callable(name)
+        example = example or own_example
+    else:
+        raise AssertionError(get_preset(name))  # raises, with the nearest name
     if example is not None:
-        return Opened(model, example, example)
+        return Opened(model, None if is_meta(model) else example, example)
     try:
-        return Opened(model, generated_example(model), generated_example(model, full_size=True))
+        example = None if is_meta(model) else generated_example(model)
+        return Opened(model, example, generated_example(model, full_size=True))
     except ValueError:
-        if scalelong.skips.known_skips(model) is None:
+        if known_skips(model) is None:
             raise ValueError(
-                f"shape: {type(model).__name__} is of no known family, so it must be run once; give its inputs' shapes, "
+                f"shape: {type(model).__name__} is not a known class, so it must be run once; pass the shapes of its inputs, "
                 "--shape 1,3,32,32 1 (or let module:callable return the model and an example)"
             ) from None
         return Opened(model, None, None)
 
 
+def count_skips(name: str, shapes: Sequence[str], data_shape: tuple[int, int, int]) -> int:
+    """The number of long skips; the model of a preset or run is built on the meta device."""
+    config = known_config(name)
+    if config is None or config.condition.kind == "text":
+        return len(open_model(name, shapes).skips())
+    with torch.device("meta"):
+        return len(scalelong.find_skips(build_model(config, data_shape)))
+
+
 def example_tensor(text: str) -> Tensor:
-    """ "1,3,32,32" is random numbers of that shape, "1:int64" zeros of that type."""
+    """ "1,3,32,32" is random numbers of that shape, "1:int64" zeros of that dtype."""
     shape, _, dtype = text.partition(":")
     try:
         sizes = [int(size) for size in shape.split(",")]
     except ValueError:
         raise ValueError(f"shape: must be numbers with commas such as 1,3,32,32 or 1:int64, got {text!r}") from None
-    if dtype:
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise ValueError(f"shape: {dtype!r} is no type of torch; for example 1:int64")
-        return torch.zeros(sizes, dtype=kind)
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    if not dtype:
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"shape: {dtype!r} is not a torch dtype; for example 1:int64")
+    return torch.zeros(sizes, dtype=kind)
 
 
-def _find(target: str, example: Call | None) -> tuple[nn.Module, Call | None]:
-    if target in PRESETS:
-        return _preset(target, example), None
-    folder = Path(target)
-    if (folder / "config.yaml").is_file():
-        return load_run(folder).model, None
-    if folder.is_dir():
-        return _diffusers(_component(folder)), None
-    if ":" in target:
-        return _from_callable(target)
-    get_preset(target)  # refuses the name, and suggests the nearest
-    raise AssertionError
-
-
-def _preset(name: str, example: Call | None) -> nn.Module:
+def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, sizes = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
+    shape, conditioning = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
     if example is not None:
-        channels, height, width = example[0][0].shape[1:]
-        shape = (channels, height, width)
+        shape = tuple(example[0][0].shape[1:])
     if shape is None:
-        raise ValueError(f"shape: the size of {config.data.name} is not known here; give one, --shape 1,3,32,32")
-    return _small_or_meta(lambda: build_model(config, shape, sizes))
+        raise ValueError(f"shape: the image size of {config.data.name} is not known; pass --shape 1,3,32,32")
+    return _small_or_meta(lambda: build_model(config, shape, conditioning))
 
 
-def _component(folder: Path) -> Path:
-    """The folder of the model itself, inside a pipeline's."""
-    if (folder / "config.json").is_file():
-        return folder
-    for name in COMPONENTS:
-        if (folder / name / "config.json").is_file():
-            return folder / name
-    raise ValueError(
-        f"model: {folder} holds no model: no config.json there or in {', '.join(COMPONENTS)}, and no config.yaml of a run"
-    )
-
-
-def _diffusers(folder: Path) -> nn.Module:
+def _from_diffusers(folder: Path) -> nn.Module:
     import diffusers
 
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    candidates = [folder, *(folder / name for name in COMPONENTS)]
+    home = next((path for path in candidates if (path / "config.json").is_file()), None)
+    if home is None:
+        raise ValueError(
+            f"model: {folder} holds no model: no config.json there or in {', '.join(COMPONENTS)}, and no config.yaml of a run"
+        )
+    config = json.loads((home / "config.json").read_text())
     cls = getattr(diffusers, config.get("_class_name", ""), None)
     if cls is None:
-        raise ValueError(f"model: {folder / 'config.json'}: diffusers has no class {config.get('_class_name')!r}")
-    if CONFIG_KEY in config and any(folder.glob("*.safetensors")):
-        model: nn.Module = scalelong.from_pretrained(cls, folder)
+        raise ValueError(f"model: {home / 'config.json'}: diffusers has no class {config.get('_class_name')!r}")
+    if CONFIG_KEY in config and any(home.glob("*.safetensors")):
+        model: nn.Module = scalelong.from_pretrained(cls, home)
         return model
-    plain = {key: value for key, value in config.items() if key != CONFIG_KEY}
-    return _small_or_meta(lambda: cls.from_config(plain))
+    config.pop(CONFIG_KEY, None)
+    return _small_or_meta(lambda: cls.from_config(config))
 
 
 def _small_or_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Large models are built without values: their skips are known all the same."""
     with torch.device("meta"):
         model = build()
-    if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
-        return model
-    return build().eval()
+    return model if sum(parameter.numel() for parameter in model.parameters()) >= LARGE else build().eval()
 
 
-def _from_callable(target: str) -> tuple[nn.Module, Call | None]:
-    module, _, name = target.partition(":")
+def _from_callable(name: str) -> tuple[nn.Module, Call | None]:
+    module, _, attribute = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        made = getattr(importlib.import_module(module), name, None)
+        made = getattr(importlib.import_module(module), attribute, None)
     finally:
         sys.path.pop(0)
     if not callable(made):
-        raise ValueError(f"model: {module} has no callable {name!r}; name one that returns a torch.nn.Module")
+        raise ValueError(f"model: {module} has no callable {attribute!r}; name one that returns a torch.nn.Module")
     result = made if isinstance(made, nn.Module) else made()
     model, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: {target} gave a {type(model).__name__}; it must return a torch.nn.Module")
+        raise TypeError(f"model: {name} returned a {type(model).__name__}, not a torch.nn.Module")
     return model.eval(), None if example is None else as_call(example)

@@ -5,7 +5,6 @@ Example: scalelong train digits-demo --scaling.method ls --training.steps 200 --
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from scalelong.backbones import as_network
+from scalelong.backbones.unet import model_inputs
 from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
 from scalelong.data.loader import caption_rows
@@ -101,7 +100,5 @@ def oscillation_probe(trainer: Trainer, every: int, size: int = 32) -> Oscillati
     scale = process.input_scale(t)[:, None, None, None]
     x = (scale * (alpha * images + sigma * noise)).float()
     given = trainer.condition.of_rows(caption_rows(0, index, index, source.caption_counts))
-    names = as_network(trainer.model).names
-    first, second, *_ = inspect.signature(trainer.model.forward).parameters
-    inputs = {first: x, second: process.network_time(t).float(), **{names[name]: given[name] for name in given}}
+    inputs = model_inputs(trainer.model, x, process.network_time(t).float(), **given)
     return OscillationProbe(trainer.model, inputs, every=every)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scalelong.backbones import Network as Wrapped
+from scalelong.backbones import fused
+from scalelong.backbones.unet import DiffusersUNet
 from scalelong.data import Shape, to_uint8
 from scalelong.diffusion.objective import Network, Objective
 from scalelong.diffusion.sampling import sample
@@ -58,7 +59,11 @@ def generate_batches(
     autocast = torch.autocast(where.type, _AUTOCAST[precision], enabled=precision != "fp32")
 
     def make(index: Tensor) -> Tensor:
-        with evaluating(module), autocast:
+        with (
+            evaluating(module),
+            autocast,
+            fused.inference(module, enabled=where.type == "cuda" and precision != "fp32"),
+        ):
             given = condition(index) if condition else {}
             return sample(objective, net, (seed, index, shape), sampler=sampler, steps=steps, **options, **given)
 
@@ -124,7 +129,7 @@ def _part(indices: Tensor, rank: int, world_size: int) -> Tensor:
 
 def _module_of(net: Network) -> nn.Module | None:
     """The module behind what is called; a plain function has none."""
-    module = net.model if isinstance(net, Wrapped) else net
+    module = net.model if isinstance(net, DiffusersUNet) else net
     return module if isinstance(module, nn.Module) else None
 
 

@@ -1,52 +1,147 @@
-"""The paper's theorems, checked by numbers on the network they are about (the matrix UNet of Eq. 3).
+"""The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3).
 
-verify_theory() -> one Study per statement: rows of prediction, measurement and verdict, and the numbers of a picture.
+One module per statement (lemma32, theorem31, theorem33, theorem34), each with `study(quick, seed)`, which measures and
+judges, and `figure(data)`, which plots. `trained` has measurements on trained models: robustness, learned coefficients.
 """
 
 from __future__ import annotations
 
+import csv
+import importlib
+import io
+import json
 import multiprocessing
 import os
-from collections.abc import Callable
+import textwrap
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
-import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from scalelong.lab.backward import study_theorem33
-from scalelong.lab.findings import Finding, Study
-from scalelong.lab.forward import study_theorem31
-from scalelong.lab.lemma32 import study_lemma32
-from scalelong.lab.sensitivity import study_theorem34
+from scalelong.files import write_text
 
-__all__ = [
-    "STUDIES",
-    "Finding",
-    "Study",
-    "study_lemma32",
-    "study_theorem31",
-    "study_theorem33",
-    "study_theorem34",
-    "verify_theory",
-]
+__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
 
-STUDIES: dict[str, Callable[[bool, int], Study]] = {
-    "lemma32": study_lemma32,
-    "theorem31": study_theorem31,
-    "theorem33": study_theorem33,
-    "theorem34": study_theorem34,
-}
+STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
+LONGEST_FIRST = ("theorem31", "theorem34", "theorem33", "lemma32")
+METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table: a statement, what it predicts, what was measured, and whether they agree."""
+
+    statement: str
+    prediction: str
+    measurement: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """All findings about one statement of the paper; `data` is what its figure plots."""
+
+    name: str
+    findings: tuple[Finding, ...]
+    data: Mapping[str, Any]
+
+
+COLUMNS = [field.name for field in fields(Finding)]
+
+
+def judge(statement: str, prediction: str, measurement: str, supported: bool, verdict: str = "holds") -> Finding:
+    """A finding with this verdict if the measurement supports it; otherwise the row says that it does not."""
+    return Finding(statement, prediction, measurement, verdict if supported else "contradicted by this measurement")
+
+
+def run_study(name: str, quick: bool = False, seed: int = 0) -> Study:
+    """Measure and judge one of STUDIES.
+
+    >>> [finding.verdict for finding in run_study("lemma32", quick=True).findings][:2]
+    ['holds', 'holds']
+    """
+    study: Study = importlib.import_module(f"scalelong.lab.{name}").study(quick, seed)
+    return study
 
 
 def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
-    """Every study, in the order of the paper's statements; a process for each core, the same numbers however many."""
-    cores = min(len(STUDIES), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Run every study, one process per core; the numbers do not depend on the number of cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cores, mp_context=context) as pool:
-        longest_first = sorted(STUDIES, key=["theorem31", "theorem34", "theorem33", "lemma32"].index)
-        futures = {name: pool.submit(_run, name, quick, seed) for name in longest_first}
+    with ProcessPoolExecutor(min(len(STUDIES), cores), mp_context=context) as pool:
+        futures = {name: pool.submit(_single_threaded, name, quick, seed) for name in LONGEST_FIRST}
         return [futures[name].result() for name in STUDIES]
 
 
-def _run(name: str, quick: bool, seed: int) -> Study:
+def _single_threaded(name: str, quick: bool, seed: int) -> Study:
+    import torch
+
     torch.set_num_threads(1)
-    return STUDIES[name](quick, seed)
+    return run_study(name, quick, seed)
+
+
+def as_text(findings: Sequence[Finding], width: int = 100) -> str:
+    """The findings, one paragraph each."""
+    lines: list[str] = []
+    for finding in findings:
+        lines += ["", *textwrap.wrap(finding.statement, width)]
+        for key in ("prediction", "measurement", "verdict"):
+            indent = f"  {key.ljust(13)}"
+            lines += textwrap.wrap(getattr(finding, key), width, initial_indent=indent, subsequent_indent=" " * 15)
+    return "\n".join(lines[1:])
+
+
+def markdown_table(findings: Sequence[Finding]) -> str:
+    """The findings as a Markdown table; bars are escaped, so that ||x|| stays in its cell."""
+
+    def row(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '&#124;').replace('*', '&#42;') for cell in cells)} |"
+
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(list(asdict(finding).values()) for finding in findings)]
+    return "\n".join(map(row, rows)) + "\n"
+
+
+def write(studies: Sequence[Study], folder: Path) -> list[Path]:
+    """Write theory.json (all numbers), theory.csv and theory.md (the table)."""
+    findings = [finding for study in studies for finding in study.findings]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(finding) for finding in findings)
+    texts = {
+        "json": json.dumps([asdict(study) for study in studies], indent=1) + "\n",
+        "csv": table.getvalue(),
+        "md": markdown_table(findings),
+    }
+    for ending, text in texts.items():
+        write_text(folder / f"theory.{ending}", text)
+    return [folder / f"theory.{ending}" for ending in texts]
+
+
+def draw(study: Study, folder: Path) -> Path:
+    """Write the figure of a study and return its path."""
+    path = folder / f"{study.name}.png"
+    figure: Figure = importlib.import_module(f"scalelong.lab.{study.name}").figure(study.data)
+    figure.savefig(path, dpi=90)
+    return path
+
+
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """An empty figure with `count` panels side by side."""
+    figure = Figure(figsize=(7.5 if count == 1 else 14, 4.2), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def finish(axes: Axes, title: str, xlabel: str, ylabel: str, legend: str = "best") -> None:
+    """Title, labels, grid and legend of a panel."""
+    axes.set_title(title, fontsize=10.5, loc="left")
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8, loc=legend)

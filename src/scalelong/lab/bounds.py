@@ -1,28 +1,29 @@
-"""The bounds of Theorem 3.4, and a network that breaks the printed one.
+"""The bounds of Theorem 3.4, exact Jacobians along a segment, and a network that violates the printed bound.
 
 ||UNet(x') - UNet(x)|| <= ||x' - x|| * bound. From Eq. 3, Lip(f_(i-1)) <= ||b_i|| ||a_i|| (kappa_i + Lip(f_i)), so
 
     product form    sum_i kappa_i P_i + P_N L_0,     P_i = prod_{j <= i} ||b_j|| ||a_j||
     largest factor  sum_i kappa_i M^i + M^N L_0,     M = max_i ||b_i|| ||a_i||
 
-Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7). But f_i stands between b_i and a_i: what crosses is
+Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7). But f_i lies between b_i and a_i: the product is
 b_i J a_i, and ||b_i J a_i|| <= ||b_i a_i|| ||J|| is false, since matrices do not commute (Eq. 61 moves a_1 past f_1).
 
-Legend: N skips, norms are l2 operator norms (Lipschitz constants).
+With ReLU the network is linear on finitely many pieces of the segment from x to x'. All of them are found (sampled points
+could miss one), so a bound on the Jacobian of every piece bounds the change of the output.
+
+Shapes: N skips, K pieces, m width; block Jacobians are (K, m, m). Norms are l2 operator norms (Lipschitz constants).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import matrices
-from scalelong.lab.segment import Jacobians
+from scalelong.lab.matrix_unet import MatrixUNet, blocks, matrices
 
 
 def skip_part(coefficients: Sequence[float], factors: Sequence[float]) -> float:
@@ -44,28 +45,14 @@ def power_bound(coefficients: Sequence[float], factor: float, middle: float) -> 
     return product_bound(coefficients, [factor] * len(coefficients), middle)
 
 
-@dataclass(frozen=True)
-class Norms:
-    """||a_i||, ||b_i|| (index 0 the outermost) and L_0 of the middle block."""
-
-    a: list[float]
-    b: list[float]
-    middle: float
-
-    @property
-    def factors(self) -> list[float]:
-        """||b_i|| ||a_i||."""
-        return [b * a for a, b in zip(self.a, self.b, strict=True)]
-
-
 @torch.no_grad()
-def layer_norms(model: MatrixUNet) -> Norms:
-    """Upper bounds on the Lipschitz constants: products of the matrices' spectral norms (ReLU is 1-Lipschitz)."""
+def block_norms(model: MatrixUNet) -> tuple[list[float], float]:
+    """(||b_i|| ||a_i|| for each i, L_0 of the middle block), from above: products of the matrices' spectral norms."""
 
     def norm(block: nn.Module) -> float:
         return float(torch.linalg.matrix_norm(torch.stack(matrices(block)), ord=2).prod())
 
-    return Norms([norm(block) for block in model.a], [norm(block) for block in model.b], norm(model.middle))
+    return [norm(b) * norm(a) for a, b in zip(model.a, model.b, strict=True)], norm(model.middle)
 
 
 @torch.no_grad()
@@ -80,17 +67,140 @@ def composed_norms(model: MatrixUNet) -> list[float]:
 
 
 @torch.no_grad()
-def local_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
-    """The product form with the block Jacobians' own norms on each linear piece, weighted by the pieces' lengths.
+def counterexample(stretch: float, m0: float = 1.0, num_skips: int = 1, layers: int = 1) -> MatrixUNet:
+    """A network of width 2 with ||b_i o a_i|| = m0 for every i and L_0 = 1 that violates Eq. 7 if stretch^2 is large.
 
-    Valid for this segment: the output changes by the integral of J (x' - x). Norms by singular values: power iteration would
-    come from below.
+    a_1 = r diag(s, 1/s), b_1 = r diag(1/s, s), r^2 = m0, so b_1 a_1 = m0 I; all other blocks are r I, the middle block swaps
+    the axes. The path through it stretches twice: the first axis by s in a_1 and, having become the second, by s in b_1.
     """
-    norm_a = torch.stack([_spectral(j, jacobians.lengths) for j in jacobians.a])
-    norm_b = torch.stack([_spectral(j, jacobians.lengths) for j in jacobians.b])
-    products = (norm_a * norm_b).cumprod(0)  # (N, K)
+    model = MatrixUNet(2, layers, num_skips).double()
+    for weight in (weight for block in blocks(model) for weight in matrices(block)):
+        weight.copy_(torch.eye(2))
+    for block in (*model.a, *model.b):
+        matrices(block)[-1].mul_(math.sqrt(m0))
+    matrices(model.a[0])[-1].mul_(torch.tensor([[stretch], [1 / stretch]], dtype=torch.float64))
+    matrices(model.b[0])[-1].mul_(torch.tensor([[1 / stretch], [stretch]], dtype=torch.float64))
+    matrices(model.middle)[-1].copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    return model
+
+
+def _relu_inputs(model: MatrixUNet, x: Tensor, coefficients: Sequence[float]) -> list[tuple[nn.Module, Tensor]]:
+    """(block, input of one of its ReLUs) in the order of execution."""
+    found: list[tuple[nn.Module, Tensor]] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda _layer, inputs, block=block: found.append((block, inputs[0])))
+        for block in blocks(model)
+        for layer in block.children()
+        if isinstance(layer, nn.ReLU)
+    ]
+    try:
+        model(x, coefficients)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@torch.no_grad()
+def linear_pieces(model: MatrixUNet, start: Tensor, end: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """(K + 1,) places from 0 to 1 between which the network is linear on start + place * (end - start).
+
+    In each piece the first layer with a change of sign is affine, so its zeros are exact; they split the piece, until no
+    piece has a change of sign.
+    """
+    places = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    settled = torch.zeros(1, dtype=torch.bool)
+    while not settled.all():
+        points = torch.lerp(start, end, places[:, None])
+        new: list[Tensor] = []
+        open_pieces = ~settled
+        for _, value in _relu_inputs(model, points, coefficients):
+            left, right = value[:-1], value[1:]
+            floor = 1e-12 * value.abs().max()  # a value this near zero is the zero that made the split
+            crossing = (left * right < 0) & (left.abs() > floor) & (right.abs() > floor) & open_pieces[:, None]
+            piece, unit = crossing.nonzero(as_tuple=True)
+            share = left[piece, unit] / (left[piece, unit] - right[piece, unit])
+            new.append(places[piece] + share * (places[piece + 1] - places[piece]))
+            open_pieces &= ~crossing.any(1)
+        unchanged = set(places[:-1][open_pieces | settled].tolist())
+        places = torch.unique(torch.cat([places, *new]))
+        settled = torch.tensor([place in unchanged for place in places[:-1].tolist()])
+    return places
+
+
+@dataclass(frozen=True)
+class Jacobians:
+    """Block Jacobians on each piece of a segment, (K, m, m); index 0 is the outermost block."""
+
+    lengths: Tensor  # (K,), summing to 1
+    a: list[Tensor]
+    b: list[Tensor]
+    middle: Tensor
+
+    @torch.no_grad()
+    def network(self, coefficients: Sequence[float]) -> Tensor:
+        """J of f_(i-1) = B_i (kappa_i + J of f_i) A_i, down to f_0."""
+        identity = torch.eye(self.middle.shape[-1], dtype=self.middle.dtype)
+        result = self.middle
+        for a, b, kappa in zip(reversed(self.a), reversed(self.b), reversed(coefficients), strict=True):
+            result = b @ (kappa * identity + result) @ a
+        return result
+
+
+@torch.no_grad()
+def segment_jacobians(model: MatrixUNet, start: Tensor, end: Tensor, coefficients: Sequence[float]) -> Jacobians:
+    """The Jacobian of every block on every linear piece from start to end."""
+    places = linear_pieces(model, start, end, coefficients)
+    middles = (places[1:] + places[:-1]) / 2
+    inputs = _relu_inputs(model, torch.lerp(start, end, middles[:, None]), coefficients)
+
+    def jacobian(block: nn.Module) -> Tensor:
+        """W_l D_(l-1) ... D_1 W_1 with the D of each piece."""
+        first, *rest = matrices(block)
+        result = first.expand(len(middles), -1, -1)
+        for weight, value in zip(rest, (value for owner, value in inputs if owner is block), strict=True):
+            result = weight @ ((value > 0).to(weight.dtype)[:, :, None] * result)
+        return result
+
+    return Jacobians(
+        places.diff(), [jacobian(a) for a in model.a], [jacobian(b) for b in model.b], jacobian(model.middle)
+    )
+
+
+def power_iteration(
+    function: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 100, seed: int = 0
+) -> tuple[float, Tensor]:
+    """(||J||_2, its input direction) of the Jacobian at x, by products with J and its transpose only.
+
+    It approaches the norm from below: a measure of how large a change can be, never the constant of an upper bound.
+    """
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
+    x = x.detach().requires_grad_()
+    y = function(x)
+    u = torch.zeros_like(y, requires_grad=True)
+    (pulled,) = torch.autograd.grad(y, x, u, create_graph=True)  # J^T u, linear in u: its own transpose gives J v
+    norm = 0.0
+    for _ in range(iterations):
+        direction = direction / direction.norm()
+        (pushed,) = torch.autograd.grad(pulled, u, direction, retain_graph=True)
+        norm = float(pushed.norm())
+        if norm == 0:
+            return 0.0, direction
+        (direction,) = torch.autograd.grad(y, x, pushed, retain_graph=True)
+    return norm, direction / direction.norm()
+
+
+@torch.no_grad()
+def local_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
+    """The product form with the norms of the blocks' Jacobians on each linear piece, weighted by the pieces' lengths.
+
+    Valid for this segment: the output changes by the integral of J (x' - x). Norms are singular values, since power
+    iteration would approach them from below.
+    """
+    products = torch.stack([_spectral(a) * _spectral(b) for a, b in zip(jacobians.a, jacobians.b, strict=True)])
+    products = products.cumprod(0)  # (N, K)
     kappas = torch.tensor(coefficients, dtype=products.dtype)[:, None]
-    pieces = (kappas * products).sum(0) + products[-1] * _spectral(jacobians.middle, jacobians.lengths)
+    pieces = (kappas * products).sum(0) + products[-1] * _spectral(jacobians.middle)
     return float((pieces * jacobians.lengths).sum())
 
 
@@ -101,31 +211,12 @@ def path_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
     left = right = torch.eye(jacobians.middle.shape[-1], dtype=jacobians.middle.dtype)
     for a, b, kappa in zip(jacobians.a, jacobians.b, coefficients, strict=True):
         left, right = left @ b, a @ right
-        total = total + kappa * _spectral(left @ right, jacobians.lengths)
-    total = total + _spectral(left @ jacobians.middle @ right, jacobians.lengths)
+        total = total + kappa * _spectral(left @ right)
+    total = total + _spectral(left @ jacobians.middle @ right)
     return float((total * jacobians.lengths).sum())
 
 
-def _spectral(jacobians: Tensor, like: Tensor) -> Tensor:
+def _spectral(jacobians: Tensor) -> Tensor:
     """(K,) spectral norms."""
-    norm: Tensor = torch.linalg.matrix_norm(jacobians, ord=2)
-    return norm.expand_as(like)
-
-
-@torch.no_grad()
-def counterexample(stretch: float, m0: float = 1.0, num_skips: int = 1, layers: int = 1) -> MatrixUNet:
-    """A network of width 2 with ||b_i o a_i|| = m0 for every i and L_0 = 1 that breaks Eq. 7 as soon as stretch^2 is large.
-
-    a_1 = r diag(s, 1/s), b_1 = r diag(1/s, s), r^2 = m0, so b_1 a_1 = m0 I; all other blocks are r I, the middle block swaps
-    the axes. The path through it stretches twice: the first axis by s in a_1 and, having become the second, by s in b_1.
-    """
-    model = MatrixUNet(2, layers, num_skips).double()
-    for block in (*model.a, *model.b, model.middle):
-        for weight in matrices(block):
-            weight.copy_(torch.eye(2))
-    for block in (*model.a, *model.b):
-        matrices(block)[-1].mul_(math.sqrt(m0))
-    matrices(model.a[0])[-1].mul_(torch.tensor([[stretch], [1 / stretch]], dtype=torch.float64))
-    matrices(model.b[0])[-1].mul_(torch.tensor([[1 / stretch], [stretch]], dtype=torch.float64))
-    matrices(model.middle)[-1].copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-    return model
+    norms: Tensor = torch.linalg.matrix_norm(jacobians, ord=2)
+    return norms

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from scalelong.data import load_source, to_float
 from scalelong.diffusion import DDPM, VPSDE, Process, draw_time_and_noise
-from scalelong.lab.findings import Finding, Study, fails, judged
+from scalelong.lab import Finding, Study, finish, judge, panels
 from scalelong.random import uniform
 
 UNIFORM_SECOND_MOMENT = 1 / 3  # E[x^2] of U[-1, 1]
 _CHUNK = 2048
-
-
-def mean_alpha_bar_vp(process: VPSDE) -> float:
-    """E_t[abar_t] of the VP-SDE: the integral of exp(-a t - b t^2 / 2) over [0, 1], by the error function."""
-    a, b = process.beta_min, process.beta_max - process.beta_min
-    if b == 0:
-        return -math.expm1(-a) / a
-    root = math.sqrt(2 * b)
-    return math.sqrt(math.pi) / root * math.exp(a * a / (2 * b)) * (math.erf((a + b) / root) - math.erf(a / root))
 
 
 def printed_alpha_bar(square_root: bool, steps: int = 1000) -> float:
@@ -39,7 +33,7 @@ def expected_squared_norm(mean_alpha_bar: float, second_moment: float = UNIFORM_
 def squared_norms(
     process: Process, images: Tensor | None, samples: int, width: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """(u, ||x_t||^2 / m), (samples,) each: u in [0, 1) is the quantile of the time; x_0 is uniform, or rows of `images`."""
+    """(u, ||x_t||^2 / m), (samples,) each: u in [0, 1) is the quantile of t; x_0 is uniform, or rows of `images`."""
     times, values = [], []
     for start in range(0, samples, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, samples))
@@ -55,49 +49,45 @@ def squared_norms(
     return torch.cat(times), torch.cat(values)
 
 
-def study_lemma32(quick: bool = False, seed: int = 0) -> Study:
+def study(quick: bool = False, seed: int = 0) -> Study:
     """Closed form against Monte Carlo for both schedules, the printed E[abar], and data that are not uniform."""
     samples, width = (2_000, 128) if quick else (16_000, 256)
     findings: list[Finding] = []
-    data: dict[str, object] = {"curves": {}, "second_moments": {}}
+    data: dict[str, dict[str, Any]] = {"curves": {}, "second_moments": {}}
     vp, ddpm = VPSDE(), DDPM()
-    for label, process, mean, stream in (
-        ("VP-SDE", vp, mean_alpha_bar_vp(vp), seed),
-        ("DDPM", ddpm, ddpm.mean_alpha_bar(), seed + 1),  # a mean over its 1000 steps
-    ):
+    for label, process, stream in (("VP-SDE", vp, seed), ("DDPM", ddpm, seed + 1)):
         times, values = squared_norms(process, None, samples, width, stream)
+        mean = process.mean_alpha_bar()
         predicted = expected_squared_norm(mean)
         measured, error = float(values.mean()), float(values.std() / math.sqrt(samples))
         z = (measured - predicted) / error
         findings.append(
-            Finding(
+            judge(
                 f"Lemma 3.2, {label}: E||x_t||^2 = (1 - 2 E[abar]/3) m",
                 f"{predicted:.4f} m with E[abar] = {mean:.4f}",
                 f"{measured:.4f} m, standard error {error:.4f}, {abs(z):.1f} standard errors away",
-                judged(abs(z) < 3),
+                abs(z) < 3,
             )
         )
-        data["curves"][label] = _binned(times, values)  # type: ignore[index]
+        data["curves"][label] = _binned(times, values)
     findings += [_printed_product(ddpm.mean_alpha_bar()), _real_data(vp, seed, quick, data)]
     return Study("lemma32", tuple(findings), data)
 
 
 def _printed_product(true: float) -> Finding:
     with_root, without = printed_alpha_bar(True), printed_alpha_bar(False)
-    return Finding(
+    return judge(
         "Lemma 3.2, proof: E[abar] = E prod sqrt(1 - 0.02 i/1000) = 0.27 for DDPM",
         "0.27",
         f"that product gives {with_root:.4f}; without the square root {without:.4f}; DDPM's schedule {true:.4f}",
-        judged(
-            abs(with_root - 0.27) > 0.05 and abs(without - 0.27) < 0.015,
-            fails("the square root is one too many; without it the value is near"),
-        ),
+        abs(with_root - 0.27) > 0.05 and abs(without - 0.27) < 0.015,
+        "fails as printed: the square root is one too many; without it the value is close",
     )
 
 
-def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, object]) -> Finding:
-    """The lemma's condition, x_0 ~ U[-1, 1], against two embedded data sets."""
-    mean, measured, corrected, agree = mean_alpha_bar_vp(process), [], [], True
+def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, dict[str, Any]]) -> Finding:
+    """The lemma's condition, x_0 ~ U[-1, 1], on two embedded data sets."""
+    mean, measured, corrected, agree = process.mean_alpha_bar(), [], [], True
     for name in ("digits", "emoji32"):
         images = load_source(name).images
         assert images is not None
@@ -109,20 +99,41 @@ def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, object]) 
         agree &= abs(found - expected) < 4 * float(values.std()) / math.sqrt(samples)
         measured.append(f"{name} {found:.3f} m")
         corrected.append(f"{expected:.3f}")
-        data["curves"][name] = _binned(times, values)  # type: ignore[index]
-        data["second_moments"][name] = second  # type: ignore[index]
-    why = f"x_0 is not uniform there; (1 - (1 - v) E[abar]) m with v = E[x_0^2] gives {', '.join(corrected)}"
-    return Finding(
+        data["curves"][name] = _binned(times, values)
+        data["second_moments"][name] = second
+    return judge(
         "Lemma 3.2, text: its condition holds on common data",
         f"{expected_squared_norm(mean):.3f} m on any data",
         ", ".join(measured),
-        judged(agree, fails(why)),
+        agree,
+        "fails as printed: x_0 is not uniform there; (1 - (1 - v) E[abar]) m with v = E[x_0^2] gives "
+        f"{', '.join(corrected)}",
     )
 
 
 def _binned(times: Tensor, values: Tensor, bins: int = 25) -> dict[str, list[float]]:
-    """Mean of the values in equal bins of time, for the picture."""
+    """Mean of the values in equal bins of time, for the figure."""
     place = (times * bins).long().clamp(max=bins - 1)
     counts = torch.bincount(place, minlength=bins).clamp(min=1)
     means = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, values) / counts
     return {"u": [(i + 0.5) / bins for i in range(bins)], "mean": means.tolist()}
+
+
+def figure(data: Mapping[str, Any]) -> Figure:
+    """E||x_t||^2 / m against time: formulas and samples."""
+    canvas, (axes,) = panels(1)
+    u = torch.linspace(0, 1, 201, dtype=torch.float64)
+    for label, process, colour, marker in (("VP-SDE", VPSDE(), "tab:blue", "o"), ("DDPM", DDPM(), "tab:orange", "x")):
+        alpha, _ = process.marginal(process.time_from_uniform(u.clamp(max=1 - 1e-9)).double())
+        style = "-" if label == "VP-SDE" else "--"
+        axes.plot(u, 1 - 2 * alpha.square() / 3, style, color=colour, linewidth=1.6, label=f"{label}: 1 - 2 abar / 3")
+        curve = data["curves"][label]
+        axes.plot(curve["u"], curve["mean"], marker, color=colour, markersize=5, label=f"{label}: Monte Carlo")
+    alpha, _ = VPSDE().marginal(u)
+    for name, colour in (("digits", "tab:green"), ("emoji32", "tab:red")):
+        second = data["second_moments"][name]
+        axes.plot(u, 1 - (1 - second) * alpha.square(), color=colour, linewidth=1.2)
+        curve = data["curves"][name]
+        axes.plot(curve["u"], curve["mean"], "s", color=colour, markersize=4, label=f"{name}: v = {second:.2f}, VP-SDE")
+    finish(axes, "Lemma 3.2: the size of the network's input", "t / T", "E||x_t||² / m", legend="lower right")
+    return canvas

@@ -1,8 +1,12 @@
-"""The UNet of the theory: Eq. 3 with the blocks of Eq. 17, stacked m x m matrices with ReLU between them.
+"""The UNet of the theory (Eq. 3, blocks of Eq. 17): the module, and random weights and inputs.
 
     f_i(x) = b_{i+1}( kappa_{i+1} a_{i+1} x + f_{i+1}(a_{i+1} x) ),  f_N the middle block,  UNet = f_0
 
-Shapes: B batch, m width. Skip i runs from a_i to b_i; i = 1 is the outermost, stored at index 0.
+A block is W_l relu(... relu(W_1 x)), m x m matrices without biases. With N(0, 2/m) everywhere, as the theorems assume, each
+ReLU layer keeps E||x||^2, but the last matrix, which no ReLU follows, doubles it. `gain` is that factor: 2 for the paper's
+blocks, 1 if the last matrix is N(0, 1/m).
+
+Shapes: B inputs, m width, N skips. Skip i runs from a_i to b_i; i = 1 is the outermost, at index 0.
 """
 
 from __future__ import annotations
@@ -10,11 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+
+from scalelong.diffusion import VPSDE, draw_time_and_noise
+from scalelong.random import uniform
+from scalelong.scaling.constant import constant_coefficients, reversed_coefficients, universal_coefficients
+
+GAINS = {"unit": 1.0, "paper": 2.0}
+METHODS = ("none", "universal", "cs", "cs_reversed")
 
 
 class Join(nn.Module):
-    """Where a long skip ends: inner + coefficient * skip."""
+    """The end of a long skip: inner + coefficient * skip."""
 
     def forward(self, inner: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:
         return inner + coefficient * skip
@@ -33,7 +45,12 @@ def stacked_block(width: int, layers: int) -> nn.Sequential:
 
 
 class MatrixUNet(nn.Module):
-    """Eq. 3: `a` and `b` hold a_1..a_N and b_1..b_N, `middle` is f_N, `joins` are where `scalelong.apply` takes hold."""
+    """Eq. 3: `a` and `b` hold a_1 .. a_N and b_1 .. b_N, `middle` is f_N; `scalelong.apply` scales the inputs of `joins`.
+
+    >>> model = MatrixUNet(width=8, layers=2, num_skips=3)
+    >>> model(torch.zeros(4, 8), coefficients=[1.0, 0.7, 0.49]).shape
+    torch.Size([4, 8])
+    """
 
     def __init__(self, width: int, layers: int, num_skips: int) -> None:
         super().__init__()
@@ -47,12 +64,12 @@ class MatrixUNet(nn.Module):
         self.middle = stacked_block(width, layers)
         self.joins = nn.ModuleList(Join() for _ in range(num_skips))
 
-    def forward(self, x: Tensor, coefficients: Sequence[float] | None = None) -> Tensor:
+    def forward(self, x: Tensor, coefficients: Sequence[float | Tensor] | None = None) -> Tensor:
         """UNet(x) = h_0 for x of (B, m)."""
         return self.hidden(x, coefficients)[0]
 
-    def hidden(self, x: Tensor, coefficients: Sequence[float] | None = None) -> list[Tensor]:
-        """h_0 .. h_N, h_i the output of f_i. kappa_1 .. kappa_N given here replace what `scalelong.apply` attached."""
+    def hidden(self, x: Tensor, coefficients: Sequence[float | Tensor] | None = None) -> list[Tensor]:
+        """h_0 .. h_N, h_i the output of f_i; `coefficients` (kappa_1 .. kappa_N) replace those of `scalelong.apply`."""
         self._check(x, coefficients)
         skips: list[Tensor] = []
         for encode in self.a:
@@ -67,15 +84,7 @@ class MatrixUNet(nn.Module):
             outputs.append(self.b[index](joined))
         return outputs[::-1]
 
-    def composed(self, index: int) -> nn.Module:
-        """The map b_i . a_i of Theorem 3.4, i = index from 1 to N, on the model's own weights."""
-        if not 1 <= index <= self.num_skips:
-            raise ValueError(
-                f"matrix_unet.index: must be from 1 to {self.num_skips}, got {index!r}; 1 is the outermost"
-            )
-        return nn.Sequential(self.a[index - 1], self.b[index - 1])
-
-    def _check(self, x: Tensor, coefficients: Sequence[float] | None) -> None:
+    def _check(self, x: Tensor, coefficients: Sequence[float | Tensor] | None) -> None:
         if x.shape[-1] != self.width:
             raise ValueError(f"matrix_unet.width: this network takes vectors of {self.width}, got {x.shape[-1]}")
         if coefficients is not None and len(coefficients) != self.num_skips:
@@ -83,3 +92,41 @@ class MatrixUNet(nn.Module):
                 f"matrix_unet.coefficients: {len(coefficients)} given, the network has {self.num_skips} skips; "
                 "give one for each, outermost first"
             )
+
+
+def coefficients_of(method: str, num_skips: int, kappa: float = 0.7) -> list[float]:
+    """kappa_1 .. kappa_N of one of METHODS."""
+    if method == "none":
+        return universal_coefficients(num_skips, 1.0)
+    rules = {"universal": universal_coefficients, "cs": constant_coefficients, "cs_reversed": reversed_coefficients}
+    return rules[method](num_skips, kappa)
+
+
+def noisy_inputs(count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(x_t, eps), (B, m) each: x_0 ~ U[-1, 1], t and eps of the VP-SDE (Eq. 1)."""
+    index = torch.arange(count)
+    x0 = uniform(seed, "theory-x0", index, (width,)).float() * 2 - 1
+    t, noise = draw_time_and_noise(VPSDE(), seed, index, (width,))
+    alpha, sigma = VPSDE().marginal(t)
+    return alpha[:, None] * x0 + sigma[:, None] * noise, noise
+
+
+def blocks(model: MatrixUNet) -> list[nn.Module]:
+    """a_1 .. a_N, b_1 .. b_N, f_N."""
+    return [*model.a, *model.b, model.middle]
+
+
+def matrices(block: nn.Module) -> list[Tensor]:
+    """W_1 .. W_l of a block."""
+    return [layer.weight for layer in block.children() if isinstance(layer, nn.Linear)]
+
+
+@torch.no_grad()
+def sample_weights_(model: MatrixUNet, generator: torch.Generator, gain: float = GAINS["paper"]) -> MatrixUNet:
+    """New weights in place: N(0, 2/m), and N(0, gain/m) for the last matrix of each block."""
+    for block in blocks(model):
+        *inner, last = matrices(block)
+        for weight in inner:
+            weight.normal_(std=math.sqrt(2 / model.width), generator=generator)
+        last.normal_(std=math.sqrt(gain / model.width), generator=generator)
+    return model

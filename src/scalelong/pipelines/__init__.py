@@ -1,6 +1,5 @@
-"""Trained runs as folders that `DiffusionPipeline.from_pretrained` loads."""
+"""Export of trained runs: weights with their scaling, or a folder that `DiffusionPipeline.from_pretrained` loads."""
 
-from scalelong.pipelines.export import Exported, export_pipeline
-from scalelong.pipelines.schedulers import scheduler_for
+from scalelong.pipelines.export import Exported, export_pipeline, export_weights, scheduler_for
 
-__all__ = ["Exported", "export_pipeline", "scheduler_for"]
+__all__ = ["Exported", "export_pipeline", "export_weights", "scheduler_for"]

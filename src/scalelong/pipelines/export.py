@@ -1,82 +1,137 @@
-"""Write a trained run as a diffusers pipeline: plain diffusers where that is exact, else with its own code in the folder."""
+"""Write a trained run as a folder: its weights for `scalelong.load`, or a pipeline that diffusers loads.
+
+A pipeline is plain diffusers where that is exact; otherwise the folder also holds the code of its pipeline and model.
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import math
-import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import torch
 from torch import nn
 
 import scalelong
-from scalelong.backbones import UViT
+from scalelong.backbones import UViT, uvit
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
 from scalelong.data.text import TextEncoder
-from scalelong.pipelines import pipeline as pipeline_code
-from scalelong.pipelines import scaled_unet as scaled_unet_code
-from scalelong.pipelines import uvit_model as uvit_model_code
-from scalelong.pipelines.schedulers import scheduler_for
+from scalelong.diffusion import DDPM, EDM, Objective
+from scalelong.diffusion.process import LAST_TIME, TIME_SCALE, ContinuousVP, Process
+from scalelong.diffusion.sampling import sampler_in_use
+from scalelong.files import atomic_folder, write_text
+from scalelong.pipelines import pipeline, uvit_model
 from scalelong.pipelines.uvit_model import UViTModel
+from scalelong.report import read_run
+from scalelong.report.card import model_card, pipeline_card
 from scalelong.skips import scaling_of
 from scalelong.training import TrainedRun
-from scalelong.training.exported import AUTOENCODER, DENOISER, Description
+from scalelong.training.exported import AUTOENCODER, CONFIG, DENOISER, INDEX, ExportedRun
 
-_UVIT_FILE = "modeling_uvit"
-_UNET_FILE = "modeling_scaled"
+Component = tuple[str, str]  # library or file, class
+
 _FUTURE = "from __future__ import annotations\n"
-_OUR_IMPORT = re.compile(r"^from (scalelong\.[\w.]+) import [^(\n]+\n", re.MULTILINE)
+_IMPORT_OF_UVIT = "from scalelong.backbones.uvit import UViT, UViTConfig\n"
+_SCALED_UNET = '''"""A {name} of diffusers that is loaded with its scaled long skips."""
 
-Entry = tuple[str, str]  # library or file, class
+import scalelong
+from diffusers import {name}
+
+
+class Scaled{name}({name}):
+    @classmethod
+    def from_pretrained(cls, folder, **options):
+        dtypes = {{key: options[key] for key in ("torch_dtype", "dtype") if options.get(key) is not None}}
+        return scalelong.from_pretrained({name}, folder, **dtypes)
+'''
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and what loading it needs."""
+    """A written pipeline folder and what loading it requires."""
 
     folder: Path
-    plain: bool  # diffusers alone loads it
-    needs_us: str  # why loading it needs this package; "": it does not
+    plain: bool  # diffusers alone loads it, without code in the folder
+    needs_us: str  # why loading requires this package; "": it does not
 
     def loading(self) -> str:
-        """The lines that load it."""
+        """Python code that loads the pipeline."""
         trust = "" if self.plain else ", trust_remote_code=True"
         return f'from diffusers import DiffusionPipeline\n\npipe = DiffusionPipeline.from_pretrained("{self.folder}"{trust})'
 
 
-def export_pipeline(run: TrainedRun, folder: str | Path, weights: str = "ema", card: str = "") -> Exported:
-    """Write the folder, whole or not at all; the run's model is folded in place where that is exact."""
+def export_weights(run: TrainedRun, folder: str | Path) -> Path:
+    """Write the weights for `scalelong.load` with their configuration and a model card; returns the folder."""
+    card = model_card(read_run(run.folder), run.step, run.weights, run.shape, run.sizes)
+    out = scalelong.save(run.model, folder)
+    shutil.copy(run.folder / CONFIG, out / CONFIG)
+    write_text(out / "README.md", card)
+    return out
+
+
+def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> Exported:
+    """Write a diffusers pipeline with a model card, atomically; the scaling of `run.model` is folded if that is exact.
+
+    sampler: of the exported scheduler; default: the run's, or "dpm++2m" if it has none.
+
+    >>> from dataclasses import replace
+    >>> from scalelong.runs.presets import get_preset
+    >>> from scalelong.training import load_run, train
+    >>> config = get_preset("digits-demo")
+    >>> run = load_run(train(replace(config, training=replace(config.training, steps=1, sample_every=0)), "run"))
+    >>> export_pipeline(run, "pipeline").plain  # a U-ViT: loading needs trust_remote_code=True
+    False
+    """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: {folder} is there already; choose another folder, or remove it")
+        raise ValueError(f"out: {folder} already exists; choose another folder, or remove it")
+    settings = run.config.sampling
+    steps = settings.steps if sampler in ("", settings.sampler) else 0
+    sampler, steps = sampler_in_use(run.objective.process, sampler or settings.sampler or "dpm++2m", steps)
+    scheduler = scheduler_for(run.objective, sampler, settings.clip)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
+    card = pipeline_card(read_run(run.folder), run.step, run.weights)
     reason = _fold(run.model)
-    staged = folder.parent / f".{folder.name}-staged"
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    try:
-        plain = _write(run, staged, autoencoder, scaled=bool(reason))
-        Description(run.step, weights, run.shape, not reason, run.data, run.sizes).write(staged, run.config)
-        exported = Exported(folder, plain, reason)
-        if card:
-            (staged / "README.md").write_text(card)
-        if folder.is_dir():
-            folder.rmdir()
-        staged.replace(folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-    return exported
+    with atomic_folder(folder) as stage:
+        scheduler.save_pretrained(stage / "scheduler")
+        components = {
+            "scheduler": ("diffusers", type(scheduler).__name__),
+            DENOISER: _write_denoiser(run.model, stage / DENOISER, scaled=bool(reason)),
+            **_write_encoders(run, stage, autoencoder),
+        }
+        plain = _is_plain(run, components, scheduler)
+        if plain:
+            _write_index(stage, "DDPMPipeline", components, {})
+        else:
+            (stage / "pipeline.py").write_text(inspect.getsource(pipeline))
+            _write_index(stage, ["pipeline", "ScaleLongPipeline"], components, _options(run, steps, autoencoder))
+        exported = ExportedRun(run.step, run.weights, run.shape, not reason, run.data, run.sizes)
+        exported.write(stage, run.config)
+        (stage / "README.md").write_text(card)
+    return Exported(folder, plain, reason)
+
+
+def _is_plain(run: TrainedRun, components: Mapping[str, Component], scheduler: Any) -> bool:
+    """Whether DDPMPipeline samples as the run does.
+
+    It scales neither the initial noise nor the network's inputs, does not let DDIM continue from the clipped image, and
+    does not set the first step, so that DPM-Solver++ fails where two timesteps round to the first, as for cosine.
+    """
+    alone = components.keys() == {"scheduler", DENOISER} and components[DENOISER] == ("diffusers", "UNet2DModel")
+    clipped_ddim = isinstance(scheduler, diffusers.DDIMScheduler) and scheduler.config.clip_sample
+    supported = scheduler.init_noise_sigma == 1.0 and not clipped_ddim and run.objective.process.name != "cosine"
+    return alone and supported and not run.sizes.num_classes
 
 
 def _fold(model: nn.Module) -> str:
-    """Bake the coefficients into the weights; where that is not exact, why, and nothing is changed."""
+    """Fold the coefficients into the weights; returns why that is not exact, in which case nothing is changed."""
     try:
         scalelong.fold(model)
     except ValueError as error:
@@ -84,94 +139,123 @@ def _fold(model: nn.Module) -> str:
     return ""
 
 
-def _write(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None, scaled: bool) -> bool:
-    """All parts and the list of them; whether plain diffusers is enough."""
-    sampling, sizes = run.config.sampling, run.sizes
-    scheduler = scheduler_for(run.objective, sampling.sampler or "dpm++2m", sampling.clip)
-    scheduler.save_pretrained(folder / "scheduler")
-    parts: dict[str, Entry] = {
-        "scheduler": ("diffusers", type(scheduler).__name__),
-        DENOISER: _write_denoiser(run.model, folder / DENOISER, scaled),
-    }
-    told = bool(sizes.num_classes or sizes.text_dim)
-    steps_alone = hasattr(scheduler, "alphas_cumprod")  # DDPMPipeline neither scales its inputs nor its first noise
-    if parts[DENOISER] == ("diffusers", "UNet2DModel") and not told and autoencoder is None and steps_alone:
-        _write_index(folder, "DDPMPipeline", parts, {})
-        return True
-    settings = {
-        "num_classes": sizes.num_classes,
-        "null_class": sizes.null_class,
-        "class_names": list(sizes.class_names),
-        "text_tokens": sizes.text_tokens,
-        "null_text": bool(sizes.text_dim) and run.config.condition.drop > 0,
-        "default_steps": sampling.steps or 50,
-        "default_guidance": sampling.guidance,
-        "guidance_interval": [bound if math.isfinite(bound) else None for bound in sampling.guidance_interval],
-    }
-    if autoencoder is not None:
-        autoencoder.model.save_pretrained(folder / AUTOENCODER)
-        parts[AUTOENCODER] = ("diffusers", type(autoencoder.model).__name__)
-        settings |= {"latent_scale": autoencoder.scale, "latent_shift": autoencoder.shift}
-    if sizes.text_dim:
-        parts |= _write_text_encoder(run, folder)
-    (folder / "pipeline.py").write_text(inspect.getsource(pipeline_code))
-    _write_index(folder, ["pipeline", "ScaleLongPipeline"], parts, settings)
-    return False
-
-
-def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Entry:
+def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
     if not isinstance(model, UViT):
         model.save_pretrained(folder)
         name = type(model).__name__
         if not scaled:
             return "diffusers", name
-        (folder / f"{_UNET_FILE}.py").write_text(inspect.getsource(scaled_unet_code))
-        return _UNET_FILE, f"Scaled{name}"
+        (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name))
+        return "modeling_scaled", f"Scaled{name}"
     scaling = None
     if scaled:
         config = scaling_of(model).config
         scaling = {"method": config.method, "options": dict(config.options)}
-    taken = {field.name: getattr(model.config, field.name) for field in fields(model.config)}
-    taken.pop("checkpointing")
-    wrapped = UViTModel(sample_size=taken.pop("image_size"), **taken, long_skip_scaling=scaling)
+    sizes = {field.name: getattr(model.config, field.name) for field in fields(model.config)}
+    sizes.pop("checkpointing")
+    wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, long_skip_scaling=scaling)
     wrapped.uvit.load_state_dict(model.state_dict())
     wrapped.save_pretrained(folder)
-    (folder / f"{_UVIT_FILE}.py").write_text(_uvit_file())
-    return _UVIT_FILE, UViTModel.__name__
+    (folder / "modeling_uvit.py").write_text(_uvit_file())
+    return "modeling_uvit", UViTModel.__name__
 
 
 def _uvit_file() -> str:
-    """The network and its model for diffusers in one file, which is what diffusers fetches of a part."""
-    parts: dict[str, str] = {}
-    _gather(uvit_model_code.__name__, parts)
-    return f"{_FUTURE}\n" + "\n\n".join(parts.values())
+    """uvit.py and uvit_model.py as one file: diffusers loads a single one per component."""
+    model = inspect.getsource(uvit_model).replace(_IMPORT_OF_UVIT, "")
+    return _FUTURE + f"{inspect.getsource(uvit)}\n\n{model}".replace(_FUTURE, "")
 
 
-def _gather(name: str, parts: dict[str, str]) -> None:
-    """The source of a module, after that of the modules of ours that it imports, without these imports."""
-    source = inspect.getsource(importlib.import_module(name))
-    for inner in _OUR_IMPORT.findall(source):
-        if inner not in parts:
-            _gather(inner, parts)
-    source = _OUR_IMPORT.sub("", source).replace(_FUTURE, "")
-    parts[name] = source.replace('"scalelong::', '"scalelong_exported::')  # an operator's name is given only once
+def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None) -> dict[str, Component]:
+    """The autoencoder of latents and the text encoder with its tokenizer, where the run has them."""
+    parts: dict[str, tuple[str, Any]] = {}
+    if autoencoder is not None:
+        parts[AUTOENCODER] = ("diffusers", autoencoder.model)
+    if run.sizes.text_dim:
+        encoder = TextEncoder(run.config.condition.encoder, run.sizes.text_tokens, run.config.data.root)
+        if run.sizes.encoder and encoder.fingerprint != run.sizes.encoder:
+            raise ValueError(
+                f"condition.encoder: the weights of {encoder.name} differ from those of the training; restore them"
+            )
+        parts |= {"text_encoder": ("transformers", encoder.model), "tokenizer": ("transformers", encoder.tokenizer)}
+    for name, (_, part) in parts.items():
+        part.save_pretrained(folder / name)
+    return {name: (library, type(part).__name__) for name, (library, part) in parts.items()}
 
 
-def _write_text_encoder(run: TrainedRun, folder: Path) -> dict[str, Entry]:
-    """The encoder that the run was trained with; another one would say something else."""
-    encoder = TextEncoder(run.config.condition.encoder, run.sizes.text_tokens, run.config.data.root)
-    if run.sizes.encoder and encoder.fingerprint != run.sizes.encoder:
-        raise ValueError(
-            f"condition.encoder: {encoder.name} has other weights than the run was trained with; put the right ones back"
-        )
-    encoder.model.save_pretrained(folder / "text_encoder")
-    encoder.tokenizer.save_pretrained(folder / "tokenizer")
-    return {
-        "text_encoder": ("transformers", type(encoder.model).__name__),
-        "tokenizer": ("transformers", type(encoder.tokenizer).__name__),
+def _options(run: TrainedRun, steps: int, autoencoder: Autoencoder | None) -> dict[str, Any]:
+    """The arguments of ScaleLongPipeline that are not components."""
+    sampling, sizes = run.config.sampling, run.sizes
+    options = {
+        "num_classes": sizes.num_classes,
+        "null_class": sizes.null_class,
+        "class_names": list(sizes.class_names),
+        "text_tokens": sizes.text_tokens,
+        "null_text": bool(sizes.text_dim) and run.config.condition.drop > 0,
+        "default_steps": steps,
+        "default_guidance": sampling.guidance,
+        "guidance_interval": [bound if math.isfinite(bound) else None for bound in sampling.guidance_interval],
     }
+    if autoencoder is None:
+        return options
+    return options | {"latent_scale": autoencoder.scale, "latent_shift": autoencoder.shift}
 
 
-def _write_index(folder: Path, name: str | list[str], parts: dict[str, Entry], settings: dict[str, Any]) -> None:
-    content = {"_class_name": name, "_diffusers_version": diffusers.__version__, **parts, **settings}
-    (folder / "model_index.json").write_text(json.dumps(content, indent=2) + "\n")
+def _write_index(folder: Path, name: str | list[str], parts: dict[str, Component], options: dict[str, Any]) -> None:
+    content = {"_class_name": name, "_diffusers_version": diffusers.__version__, **parts, **options}
+    (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ schedulers
+
+_PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
+
+
+def scheduler_for(objective: Objective, sampler: str = "dpm++2m", clip: bool = False) -> Any:
+    """The scheduler of diffusers that solves as `sampler` does, with the noise levels and times of the process.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> type(scheduler_for(Objective(VPSDE()), "heun")).__name__
+    'HeunDiscreteScheduler'
+    """
+    process = objective.process
+    exact = ("dpm++2m", "dpm++3m") if isinstance(process, EDM) else ("ddim", "ddpm", "dpm++2m", "dpm++3m", "heun")
+    if sampler not in exact:
+        raise ValueError(
+            f"sampler: diffusers has no scheduler for {sampler!r} with the process {process.name!r}; "
+            f"choose one of {', '.join(exact)}"
+        )
+    clipping = {"thresholding": True, "sample_max_value": 1.0, "dynamic_thresholding_ratio": 1.0} if clip else {}
+    order = {"solver_order": 3 if sampler == "dpm++3m" else 2, "final_sigmas_type": "zero"}
+    if isinstance(process, EDM):
+        sigmas = {key: getattr(process, key) for key in ("sigma_min", "sigma_max", "sigma_data", "rho")}
+        return diffusers.EDMDPMSolverMultistepScheduler(**sigmas, **clipping, **order)
+    divides = sampler in ("ddim", "ddpm")
+    common = {**_noise_levels(process, divides), "prediction_type": _PREDICTIONS[objective.prediction]}
+    if sampler == "ddim":
+        return diffusers.DDIMScheduler(**common, clip_sample=clip, set_alpha_to_one=True, timestep_spacing="trailing")
+    if sampler == "ddpm":
+        return diffusers.DDPMScheduler(**common, clip_sample=clip, timestep_spacing="trailing")
+    if sampler == "heun":
+        return diffusers.HeunDiscreteScheduler(**common, clip_sample=clip, use_exponential_sigmas=True)
+    return diffusers.DPMSolverMultistepScheduler(**common, **clipping, **order, use_lu_lambdas=True)
+
+
+def _noise_levels(process: Process, divides: bool) -> dict[str, Any]:
+    """beta_i = 1 - alpha_i^2 / alpha_{i-1}^2 of the timesteps; in continuous time, timestep i is t = i / 999.
+
+    At t = 0 there is no noise, by which schedulers divide; entry 0 is a time just below LAST_TIME instead, so that grids
+    over all entries end where ours do. They start where ours do too: entries beyond the start time are left out, or, for
+    solvers that divide the number of timesteps by that of the steps, stay at its noise level.
+    """
+    if isinstance(process, DDPM):
+        betas = {"beta_start": process.beta_start, "beta_end": process.beta_end, "beta_schedule": "linear"}
+        return {"num_train_timesteps": process.num_steps, **betas}
+    if not isinstance(process, ContinuousVP):
+        raise ValueError(f"export: diffusers has no scheduler for the process {process.name!r}")
+    times = torch.arange(int(TIME_SCALE) + 1, dtype=torch.float64) / TIME_SCALE
+    times[0] = 0.9 * LAST_TIME
+    times = times.clamp(max=process.start_time) if divides else times[times <= process.start_time]
+    alpha, _ = process.marginal(times)
+    alpha_bar = torch.cat([alpha.new_ones(1), alpha.square()])
+    return {"num_train_timesteps": len(times), "trained_betas": (1 - alpha_bar[1:] / alpha_bar[:-1]).tolist()}

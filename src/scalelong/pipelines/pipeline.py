@@ -1,4 +1,4 @@
-"""A pipeline for pixel and latent diffusion, without a condition, by class or by text. An exported folder holds this file."""
+"""A pipeline for unconditional, class- and text-conditional diffusion of pixels or latents. Copied into exported folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Any denoiser called as diffusers' UNets are, with any scheduler; parts that a model does not need are None."""
+    """Any denoiser called like the UNets of diffusers, with any scheduler; components that a model does not need are None."""
 
     _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012
     model_cpu_offload_seq = "text_encoder->unet->vae"
@@ -28,7 +28,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         tokenizer: Any = None,
         num_classes: int = 0,
         null_class: bool = False,
-        class_names: Any = (),  # of strings
+        class_names: Any = (),
         text_tokens: int = 0,
         null_text: bool = False,
         latent_scale: float = 1.0,
@@ -65,39 +65,46 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """Draw images. latents: N(0, 1) noise to start from. output_type: pil, np, pt (in [0, 1]) or latent."""
-        given, null, batch_size = self._condition(prompt, class_labels, batch_size if latents is None else len(latents))
+        """Sample images. latents: N(0, 1) noise to start from. output_type: pil, np, pt (in [0, 1]) or latent."""
+        condition, null, batch_size = self._condition(
+            prompt, class_labels, batch_size if latents is None else len(latents)
+        )
         scale = self.config.default_guidance if guidance_scale is None else guidance_scale
         if scale != 1 and null is None:
-            raise ValueError(f"guidance_scale: {scale}, but this model knows no null condition; leave it at 1")
+            raise ValueError(f"guidance_scale: {scale}, but this model has no null condition; leave it at 1")
         shape = (batch_size, self.unet.config.in_channels, *(self.unet.config.sample_size,) * 2)
         device, dtype = self._execution_device, self.unet.dtype
         x = randn_tensor(shape, generator, device, dtype) if latents is None else latents.to(device, dtype)
         self.scheduler.set_timesteps(num_inference_steps or self.config.default_steps, device=device)
+        if hasattr(self.scheduler, "set_begin_index"):
+            self.scheduler.set_begin_index(0)  # else schedulers look up the first timestep, which need not be unique
         x = x * self.scheduler.init_noise_sigma
-        options = {"generator": generator} if "generator" in inspect.signature(self.scheduler.step).parameters else {}
+        options = {"generator": generator, "use_clipped_model_output": True}  # where the scheduler has them
+        options = {name: options[name] for name in options if name in inspect.signature(self.scheduler.step).parameters}
         for t in self.progress_bar(self.scheduler.timesteps):
-            guides = scale != 1 and self._guides_at(t)
-            output = self._predict(self.scheduler.scale_model_input(x, t), t, given, null if guides else None, scale)
+            guided = scale != 1 and self._guided_at(t)
+            output = self._predict(
+                self.scheduler.scale_model_input(x, t), t, condition, null if guided else None, scale
+            )
             x = self.scheduler.step(output, t, x, **options).prev_sample
         return self._finish(x, output_type, return_dict)
 
     def _predict(
-        self, x: Tensor, t: Tensor, given: dict[str, Tensor], null: dict[str, Tensor] | None, scale: float
+        self, x: Tensor, t: Tensor, condition: dict[str, Tensor], null: dict[str, Tensor] | None, scale: float
     ) -> Tensor:
-        """The network's output, moved away from what it says without the condition."""
+        """The network's output, by classifier-free guidance unless `null` is None."""
         time = t.to(x.device).expand(len(x))
         if null is None:
-            plain: Tensor = self.unet(x, time, **given, return_dict=False)[0]
+            plain: Tensor = self.unet(x, time, **condition, return_dict=False)[0]
             return plain
-        both = {name: torch.cat([value, null[name].expand(value.shape)]) for name, value in given.items()}
+        both = {name: torch.cat([value, null[name].expand(value.shape)]) for name, value in condition.items()}
         output = self.unet(torch.cat([x, x]), torch.cat([time, time]), **both, return_dict=False)[0]
-        told, untold = output.chunk(2)
-        moved: Tensor = untold + scale * (told - untold)
-        return moved
+        conditional, unconditional = output.chunk(2)
+        guided: Tensor = unconditional + scale * (conditional - unconditional)
+        return guided
 
-    def _guides_at(self, t: Tensor) -> bool:
-        """Whether the noise level sigma / alpha lies in the interval of guidance."""
+    def _guided_at(self, t: Tensor) -> bool:
+        """Whether the noise level sigma / alpha is inside the guidance interval."""
         low, high = self.config.guidance_interval
         if (low or 0.0) == 0.0 and high is None:
             return True
@@ -114,17 +121,17 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         class_labels: int | str | Sequence[int | str] | Tensor | None,
         batch_size: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
-        """What the network is told, what stands for "not told", and how many images that makes."""
+        """The condition, the null condition of guidance if the model has one, and the number of images."""
         if self.text_encoder is not None:
             texts = [prompt] * batch_size if isinstance(prompt, str) or prompt is None else list(prompt)
             rows = self._encode(["", *[text or "" for text in texts]])
-            untold = {"encoder_hidden_states": rows[:1]} if self.config.null_text else None
-            return {"encoder_hidden_states": rows[1:]}, untold, len(texts)
+            null_text = {"encoder_hidden_states": rows[:1]} if self.config.null_text else None
+            return {"encoder_hidden_states": rows[1:]}, null_text, len(texts)
         if prompt is not None:
-            raise ValueError("prompt: this model is not told texts; leave it out")
+            raise ValueError("prompt: this model is not conditioned on text; leave it out")
         if not self.config.num_classes:
             if class_labels is not None:
-                raise ValueError("class_labels: this model is not told classes; leave them out")
+                raise ValueError("class_labels: this model is not conditioned on classes; leave them out")
             return {}, None, batch_size
         in_turn = [number % self.config.num_classes for number in range(batch_size)]
         chosen = in_turn if class_labels is None else class_labels
@@ -140,12 +147,10 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             return int(self.config.class_names.index(label))
         if isinstance(label, int) and 0 <= label < self.config.num_classes:
             return label
-        raise ValueError(
-            f"class_labels: there is no {label!r}; give 0 .. {self.config.num_classes - 1} or a class name"
-        )
+        raise ValueError(f"class_labels: unknown {label!r}; choose 0 .. {self.config.num_classes - 1} or a class name")
 
     def _encode(self, texts: list[str]) -> Tensor:
-        """Features of the tokens; behind the end of a text zeros, except for CLIP, which has features there too."""
+        """Features of the tokens; zeros after the end of a text, except for CLIP, which has features there too."""
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=self.config.text_tokens, return_tensors="pt"
         ).to(self._execution_device)
@@ -155,7 +160,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             mask = tokens["attention_mask"]
             hidden = self.text_encoder(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
             hidden = hidden * mask[..., None]
-        rows: Tensor = hidden.half().to(self.unet.dtype)  # rounded as the features were that it was trained with
+        rows: Tensor = hidden.half().to(self.unet.dtype)  # rounded as in training
         return rows
 
     def _finish(self, x: Tensor, output_type: str, return_dict: bool) -> Any:

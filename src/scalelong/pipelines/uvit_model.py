@@ -1,8 +1,10 @@
-"""U-ViT as a model of diffusers. An exported folder holds this file, with the network itself put in front of it."""
+"""U-ViT as a diffusers model. An exported folder holds this file with backbones/uvit.py in front of it."""
 
+# ruff: noqa: ARG002  # the arguments are read from self.config
 from __future__ import annotations
 
 import importlib
+from dataclasses import fields
 from typing import Any
 
 from diffusers import ConfigMixin, ModelMixin
@@ -14,7 +16,7 @@ from scalelong.backbones.uvit import UViT, UViTConfig
 
 
 class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Called as diffusers' UNets are; `timestep` is t * 999 in continuous time."""
+    """Called like the UNets of diffusers; `timestep` is t * 999 in continuous time."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -32,20 +34,16 @@ class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         text_dim: int = 0,
         text_tokens: int = 0,
         final_conv: bool = True,
-        long_skip_scaling: dict[str, Any] | None = None,
+        long_skip_scaling: dict[str, Any] | None = None,  # None: not scaled, or folded into the weights
     ) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {
-            "image_size": sample_size, "patch_size": patch_size, "in_channels": in_channels, "dim": dim,
-            "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias,
-            "mlp_time_embed": mlp_time_embed, "num_classes": num_classes, "text_dim": text_dim,
-            "text_tokens": text_tokens, "final_conv": final_conv,
-        }  # fmt: skip
-        if long_skip_scaling is None:  # none, or folded into the weights: nothing but this file is needed
+        sizes = {field.name: self.config[field.name] for field in fields(UViTConfig) if field.name in self.config}
+        sizes["image_size"] = sample_size
+        if long_skip_scaling is None:
             self.uvit: Any = UViT(UViTConfig(**sizes))
             return
         library = importlib.import_module("scalelong")
-        backbones = importlib.import_module("scalelong.backbones")
+        backbones = importlib.import_module("scalelong.backbones")  # whose UViT `apply` knows
         self.uvit = backbones.UViT(backbones.UViTConfig(**sizes))
         library.apply(self.uvit, long_skip_scaling["method"], **long_skip_scaling["options"])
 

@@ -13,7 +13,7 @@ from scalelong.report.compare import Comparison
 from scalelong.report.groups import Group
 from scalelong.report.quality import quality_series
 from scalelong.runs.reader import Column, RunSeries
-from scalelong.scaling.base import constant_coefficients
+from scalelong.scaling.constant import constant_coefficients
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
 Series = dict[str, Any]

@@ -6,6 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
+PROBE_EVERY = (
+    50  # steps between probe records; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
+)
+
 
 def relative_oscillation(norms: Sequence[float]) -> float:
     """mean |n_(k+1) - n_k| / mean n: how far a norm moves between two records, relative to its size.

@@ -1,1 +1,6 @@
-"""The scaling methods."""
+"""The scaling methods, in pure torch: `constant` (CS), `learned` (LS), `baselines` (other authors'), `registry` (names)."""
+
+from scalelong.scaling.constant import Scaling, SkipSize, constant_coefficients
+from scalelong.scaling.registry import METHODS, ScalingConfig
+
+__all__ = ["METHODS", "Scaling", "ScalingConfig", "SkipSize", "constant_coefficients"]

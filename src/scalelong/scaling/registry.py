@@ -1,177 +1,177 @@
-"""All methods by name: their options, checked, and what they build.
+"""All methods by name: what builds them, their options, and the checks of the options.
 
-`ScalingConfig.create("cs", kappa=0.7)` refuses what cannot be meant and fills in defaults; it is what is written beside
-saved weights.
+The options of a method and their defaults are the parameters of its builder after `sizes`.
 """
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scalelong.scaling.base import (
-    ConstantScaling,
-    Description,
-    Scaling,
-    SkipSize,
-    constant_coefficients,
-    learned_scaling,
-    reversed_coefficients,
-    universal_coefficients,
-)
+from scalelong.errors import unknown_name
 from scalelong.scaling.baselines import BlockScaling, FreeU, MagnitudePreserving, SkipLayerNorm
-from scalelong.scaling.gates import ACTIVATIONS
+from scalelong.scaling.constant import CONSTANT_METHODS, FIXED_METHODS, ConstantScaling, Scaling, SkipSize
+from scalelong.scaling.learned import ACTIVATIONS, learned_scaling
+
+Options = Mapping[str, Any]
+Needs = Literal["skips", "operands", "blocks"]  # operands: widths and resolutions of joins; blocks: residual branches
 
 
 @dataclass(frozen=True)
-class ScalingConfig(Description):
-    """A method and its options, checked."""
+class ScalingConfig:
+    """A method and its options, checked and complete; stored as JSON next to saved weights.
 
-    @staticmethod
-    def create(method: str, **options: Any) -> ScalingConfig:
-        """Check the method, the names of its options and their values; fill in the defaults."""
+    >>> config = ScalingConfig.create("cs", kappa=0.5)
+    >>> print(config, config.build([SkipSize(channels=64)] * 3).current())
+    cs(kappa=0.5) [1.0, 0.5, 0.25]
+    >>> ScalingConfig.from_json(config.to_json()) == config
+    True
+    """
+
+    method: str
+    options: Options
+
+    @classmethod
+    def create(cls, method: str, **options: Any) -> ScalingConfig:
+        """Check the method and its options; fill in the defaults."""
         if method not in METHODS:
-            near = difflib.get_close_matches(str(method), METHODS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"scaling.method: unknown {method!r}; {hint}choose one of {', '.join(METHODS)}")
-        defaults, check = METHODS[method].defaults, METHODS[method].check
-        for name in options:
+            raise unknown_name("scaling.method", method, METHODS)
+        defaults = METHODS[method].defaults
+        for name, value in options.items():
             if name not in defaults:
                 takes = ", ".join(defaults) or "no options"
-                raise TypeError(
-                    f"scaling.{name}: {method!r} has no such option (got {options[name]!r}); it takes {takes}"
-                )
+                raise TypeError(f"scaling.{name}: {method!r} has no such option (got {value!r}); it takes {takes}")
         complete = {**defaults, **options}
-        check(complete)
-        return ScalingConfig(method, complete)
+        METHODS[method].check(complete)
+        return cls(method, complete)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"method": self.method, "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> ScalingConfig:
+        return cls.create(stored["method"], **stored["options"])
 
     @property
     def needs(self) -> Needs:
-        """What must be known of a model beyond its skips."""
+        """What must be known about a model to build the method."""
         return METHODS[self.method].needs
 
     @property
     def is_constant(self) -> bool:
-        """Whether a skip is multiplied by a fixed number, and nothing else happens."""
+        """Whether the method multiplies each skip by a fixed number and does nothing else."""
         return METHODS[self.method].constant
 
     def build(self, sizes: Sequence[SkipSize], blocks: int = 0) -> Scaling:
-        """The scaling for a model with these skips, outermost first, and this many residual blocks."""
-        options = {**self.options, "blocks": blocks} if self.needs == "blocks" else self.options
-        scaling = METHODS[self.method].build(sizes, **options)
+        """The scaling of a model with these skips, outermost first, and this many residual blocks."""
+        more = {"blocks": blocks} if self.needs == "blocks" else {}
+        scaling = METHODS[self.method].build(sizes, **self.options, **more)
         scaling.config = self
         return scaling
 
-
-Needs = Literal["skips", "operands", "blocks"]  # operands: widths and resolution of joins; blocks: residual branches
+    def __str__(self) -> str:
+        given = [(k, v) for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)]
+        shown = [f"{key}={value!r}" for key, value in given]
+        return f"{self.method}({', '.join(shown)})" if shown else self.method
 
 
 @dataclass(frozen=True)
-class _Method:
+class Method:
+    """How a method is built and checked; its options are the positional parameters of `build` after `sizes`."""
+
     build: Callable[..., Scaling]
-    defaults: Mapping[str, Any]
-    check: Callable[[Mapping[str, Any]], None] = lambda _: None
-    constant: bool = False
+    check: Callable[[Options], None] = lambda _: None
     needs: Needs = "skips"
+    constant: bool = False
+
+    @property
+    def defaults(self) -> Options:
+        """The options with their default values."""
+        parameters = list(inspect.signature(self.build).parameters.values())[1:]
+        return {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
-def _check_kappa(options: Mapping[str, Any]) -> None:
-    kappa = options["kappa"]
+def _constant(rule: Callable[[int, float], list[float]]) -> Method:
+    def build(sizes: Sequence[SkipSize], kappa: float = 0.7, allow_amplify: bool = False) -> Scaling:  # noqa: ARG001
+        return ConstantScaling(rule(len(sizes), kappa))
+
+    return Method(build, _check_kappa, constant=True)
+
+
+def _fixed(kappa: float) -> Method:
+    return Method(lambda sizes: ConstantScaling([kappa] * len(sizes)), constant=True)
+
+
+def _check_kappa(options: Options) -> None:
+    kappa, advice = options["kappa"], "the paper recommends 0.5 to 0.95"
     if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
-        raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; the paper advises 0.5 to 0.95")
-    if not (math.isfinite(kappa) and kappa > 0):
-        raise ValueError(f"scaling.kappa: must be in (0, 1], got {kappa}; the paper advises 0.5 to 0.95")
-    if kappa > 1 and not options["allow_amplify"]:
-        raise ValueError(
-            f"scaling.kappa: must be in (0, 1], got {kappa}; pass allow_amplify=True to use it as a control"
-        )
+        raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; {advice}")
+    if 1 < kappa < math.inf:
+        if options["allow_amplify"]:
+            return
+        advice = "pass allow_amplify=True to use it as a control"
+    if not 0 < kappa <= 1:
+        raise ValueError(f"scaling.kappa: must be in (0, 1], got {kappa}; {advice}")
 
 
-def _check_learned(options: Mapping[str, Any]) -> None:
-    _check_choice("module", options["module"], ("se", "ie", "learnable"))
-    _check_choice("activation", options["activation"], ACTIVATIONS)
-    _check_choice("axis", options["axis"], ("auto", "tokens", "channels"))
-    reduction = options["reduction"]
-    if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
-        raise ValueError(
-            f"scaling.reduction: must be a whole number of at least 1, got {reduction!r}; the paper has 16"
-        )
-    if not isinstance(options["shared"], bool):
-        raise TypeError(f"scaling.shared: must be True or False, got {options['shared']!r}")
+def _check_learned(options: Options) -> None:
+    choices = {"module": ("se", "ie", "learnable"), "activation": ACTIVATIONS, "axis": ("auto", "tokens", "channels")}
+    for key, allowed in choices.items():
+        if options[key] not in allowed:
+            raise unknown_name(f"scaling.{key}", options[key], allowed)
+    _check_count("reduction", options, "the paper uses 16")
+    _check_flag("shared", options)
     if options["start"] is not None:
-        _check_number("start", options, 0, 1, "leave it out to start at 1/2, or pass 0.95 to start near no scaling")
+        _check_number("start", options, 0, 1, "omit it to start at 1/2, or pass 0.95 to start near no scaling")
 
 
-def _check_choice(key: str, value: Any, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"scaling.{key}: unknown {value!r}; choose one of {', '.join(allowed)}")
+def _check_freeu(options: Options) -> None:
+    for key in ("s1", "s2", "b1", "b2"):
+        _check_number(key, options, 0, 10, "FreeU uses s below and b above 1")
+    _check_count("threshold", options, "FreeU uses 1")
 
 
-def _check_number(key: str, options: Mapping[str, Any], low: float, high: float, advice: str) -> None:
+def _check_layernorm(options: Options) -> None:
+    _check_flag("affine", options)
+    _check_number("eps", options, 0, 1, "1e-6 is usual")
+
+
+def _check_flag(key: str, options: Options) -> None:
+    if not isinstance(options[key], bool):
+        raise TypeError(f"scaling.{key}: must be True or False, got {options[key]!r}")
+
+
+def _check_count(key: str, options: Options, advice: str) -> None:
+    value = options[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"scaling.{key}: must be an integer of at least 1, got {value!r}; {advice}")
+
+
+def _check_number(key: str, options: Options, low: float, high: float, advice: str) -> None:
     """Strictly between the bounds."""
     value = options[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
         raise ValueError(f"scaling.{key}: must be a number between {low:g} and {high:g}, got {value!r}; {advice}")
 
 
-def _check_freeu(options: Mapping[str, Any]) -> None:
-    for key in ("s1", "s2", "b1", "b2"):
-        _check_number(key, options, 0, 10, "FreeU has s below and b above 1")
-    threshold = options["threshold"]
-    if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 1:
-        raise ValueError(f"scaling.threshold: must be a whole number of at least 1, got {threshold!r}; FreeU has 1")
-
-
-def _check_layernorm(options: Mapping[str, Any]) -> None:
-    if not isinstance(options["affine"], bool):
-        raise TypeError(f"scaling.affine: must be True or False, got {options['affine']!r}")
-    _check_number("eps", options, 0, 1, "1e-6 is usual")
-
-
-def _constant(coefficients: Callable[[int, float], list[float]]) -> _Method:
-    def build(sizes: Sequence[SkipSize], kappa: float, allow_amplify: bool) -> Scaling:  # noqa: ARG001
-        return ConstantScaling(coefficients(len(sizes), kappa))
-
-    return _Method(build, {"kappa": 0.7, "allow_amplify": False}, _check_kappa, constant=True)
-
-
-def _fixed(kappa: float) -> _Method:
-    return _Method(lambda sizes: ConstantScaling(universal_coefficients(len(sizes), kappa)), {}, constant=True)
-
-
-_LEARNED: Mapping[str, Any] = {
-    "shared": True,
-    "reduction": 16,
-    "module": "se",
-    "activation": "relu",
-    "axis": "auto",
-    "start": None,
-}
-_FREEU: Mapping[str, Any] = {"s1": 0.9, "s2": 0.2, "b1": 1.0, "b2": 1.0, "threshold": 1}
-
-METHODS: Mapping[str, _Method] = {
-    "none": _fixed(1.0),
-    "universal": _constant(universal_coefficients),
-    "rsqrt2": _fixed(2**-0.5),
-    "cs": _constant(constant_coefficients),
-    "cs_reversed": _constant(reversed_coefficients),
-    "ls": _Method(learned_scaling, _LEARNED, _check_learned),
-    "mp_cat": _Method(
+METHODS: Mapping[str, Method] = {
+    **{name: _fixed(kappa) for name, kappa in FIXED_METHODS.items()},
+    **{name: _constant(rule) for name, rule in CONSTANT_METHODS.items()},
+    "ls": Method(learned_scaling, _check_learned),
+    "mp_cat": Method(
         MagnitudePreserving,
-        {"t": 0.5},
-        lambda options: _check_number("t", options, 0, 1, "EDM2 has 0.5"),
+        lambda options: _check_number("t", options, 0, 1, "EDM2 uses 0.5"),
         needs="operands",
     ),
-    "layernorm": _Method(SkipLayerNorm, {"affine": True, "eps": 1e-6}, _check_layernorm),
-    "freeu": _Method(FreeU, _FREEU, _check_freeu, needs="operands"),
-    "rezero": _Method(lambda sizes, blocks: BlockScaling(sizes, blocks, 0.0, learnt=True), {}, needs="blocks"),
-    "stable_tau": _Method(
-        lambda sizes, blocks, tau: BlockScaling(sizes, blocks, tau, learnt=False),
-        {"tau": 0.1},
-        lambda options: _check_number("tau", options, 0, 10, "the paper's Table 3 has 0.1 and 0.3"),
+    "layernorm": Method(SkipLayerNorm, _check_layernorm),
+    "freeu": Method(FreeU, _check_freeu, needs="operands"),
+    "rezero": Method(lambda sizes, *, blocks: BlockScaling(sizes, blocks, None), needs="blocks"),
+    "stable_tau": Method(
+        lambda sizes, tau=0.1, *, blocks: BlockScaling(sizes, blocks, tau),
+        lambda options: _check_number("tau", options, 0, 10, "Table 3 of the paper uses 0.1 and 0.3"),
         needs="blocks",
     ),
 }

@@ -1,4 +1,4 @@
-"""Whether somebody follows a computation by other means than autograd's gradients; while compiling, nobody does."""
+"""What else is watching a computation: functorch transforms, forward-mode AD, function and dispatch modes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def in_transform() -> bool:
-    """Inside torch.func (vmap, jvp and the like) or forward-mode differentiation."""
+    """True inside functorch transforms (vmap, jvp, ...) or forward-mode AD; False while compiling."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
-    """Inside a transform, or of a mode that sees every torch function or operator, such as our trace or a FLOP counter."""
+    """True inside a transform, or under a mode that sees every torch function or operator, e.g. a FLOP counter."""
     if torch.compiler.is_compiling():
         return False
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    functions = [mode for mode in modes if not isinstance(mode, DeviceContext)]  # a default device only makes tensors
+    functions = [mode for mode in modes if not isinstance(mode, DeviceContext)]  # a default device only creates tensors
     return bool(functions) or _get_current_dispatch_mode() is not None or in_transform()

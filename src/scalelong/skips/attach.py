@@ -1,50 +1,42 @@
-"""Put a scaling on a model in place, and take it off again."""
+"""Apply a scaling to a model in place, and remove it again."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from scalelong.scaling.base import Description, Scaling
+from scalelong.errors import unknown_name
+from scalelong.scaling.constant import Scaling
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.auto import AUTO, auto_kappa, log_choice
-from scalelong.skips.branches import residual_branches
-from scalelong.skips.example import as_call, is_meta
-from scalelong.skips.example_inputs import generated_example
-from scalelong.skips.families import known_families, known_skips
-from scalelong.skips.hooks import ROOT_NAME, attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
-from scalelong.skips.long_skip import Call, LongSkip, skip_table
-from scalelong.skips.state_dict_checks import check_unwrapped, forget_compiled
-from scalelong.skips.tracing.detect import detect
-from scalelong.skips.tracing.operands import holding_both, with_operands
-from scalelong.skips.tracing.placement import after_norm
-from scalelong.skips.tracing.reach import measure_reach
-from scalelong.skips.tracing.verify import verify
-
-__all__ = [
-    "CONFIG_KEY",
-    "ROOT_NAME",
-    "Handle",
-    "apply",
-    "coefficients",
-    "find_skips",
-    "is_scaled",
-    "remove",
-    "scaling_of",
-]
+from scalelong.skips.example import as_call, is_meta, merge_example
+from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
+from scalelong.skips.hooks import attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
+from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
+from scalelong.skips.state_dict_checks import check_unwrapped, reset_compiled
+from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
+from scalelong.skips.tracing.nesting import NoLongSkipsError
+from scalelong.skips.tracing.verify import measure_reach, verify
 
 Placement = Literal["before", "after_norm"]
-CONFIG_KEY = "long_skip_scaling"  # the scaling's place in a diffusers config.json
+CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
+MAX_ROWS = 16  # of a handle's repr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Handle:
-    """A scaled model: what was found and what was put on it."""
+    """A scaled model, its skips and the method; prints as a table.
+
+    >>> from diffusers import UNet1DModel
+    >>> with_kappa = apply(UNet1DModel(), "cs", kappa=0.5)
+    >>> with_kappa.coefficients(), with_kappa.skips[0].made_in
+    ([1.0, 0.5, 0.25], 'down_blocks.0.resnets.2')
+    """
 
     model: nn.Module
     skips: list[LongSkip]
@@ -66,45 +58,12 @@ class Handle:
     def __str__(self) -> str:
         return f"{self.config} on {type(self.model).__name__}\n{skip_table(self.skips, self.coefficients())}"
 
-
-def find_skips(model: nn.Module, *example_args: Any, **example_kwargs: Any) -> list[LongSkip]:
-    """The long skips of a model, index 1 = outermost: where each is made and used, its size, how far kappa reaches.
-
-    Models of known families need no example. Any other model is run once on the example to find its N skips. With an
-    example, how far kappa reaches is measured: a deep copy of the model is run 3N + 1 times. The model, the example and all
-    random states are left as they were.
-    """
-    call = (example_args, example_kwargs) if example_args or example_kwargs else None
-    return _find(model, call)[0]
-
-
-def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
-    """The skips, and whether they were detected rather than known."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
-    check_unwrapped(model)
-    skips, name = known_skips(model), type(model).__name__
-    if skips is None and call is None:
-        raise ValueError(
-            f"model: the skips of this {name} are not known by name, and there is no example input to look at; pass one, "
-            f"find_skips(model, x, t) or apply(model, ..., example=(x, t)); known are {', '.join(known_families())}"
-        )
-    if skips is not None and not skips:
-        raise ValueError(f"model: this {name} has no long skip connections, so there is nothing to scale")
-    if call is None:
-        return skips or [], False
-    plain = _without_scaling(model)
-    found = skips if skips is not None else detect(plain, call).skips()
-    reaches = measure_reach(plain, found, call)
-    return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
-
-
-def _without_scaling(model: nn.Module) -> nn.Module:
-    if not is_scaled(model):
-        return model
-    plain = copy.deepcopy(model)
-    detach(plain)
-    return plain
+    def __repr__(self) -> str:
+        """The table, shortened in the middle to fit a notebook cell."""
+        head, *rows = str(self).splitlines() if is_scaled(self.model) else [f"{self.config}, removed"]
+        if len(rows) > MAX_ROWS + 2:
+            rows[2 + MAX_ROWS // 2 : -MAX_ROWS // 2] = [f"... {len(self.skips) - MAX_ROWS} more"]
+        return "\n".join([head, *rows])
 
 
 def apply(
@@ -115,92 +74,117 @@ def apply(
     placement: Placement = "before",
     **options: Any,
 ) -> Handle:
-    """Scale the long skips of `model` in place.
+    """Scale the long skips of `model` in place; on any error the model is left unchanged.
 
-    method: "none", "universal", "rsqrt2", "cs", "cs_reversed" or "ls"; options: kappa and allow_amplify for the constant
-    ones; shared, reduction, module, activation, axis and start for "ls". Peers: "mp_cat" (t), "layernorm" (affine, eps),
-    "freeu" (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau). On any error the model is left as it was.
-    example: what the model is called with, a tensor, a tuple, a dict or (args, kwargs); needed where the class is not known.
-    Skips found this way are checked by `verify` before `apply` returns: 2N + 3 more runs of deep copies, most with gradients.
-    placement: "before", the paper's: the skip itself is scaled. "after_norm": where a GroupNorm would cancel kappa, it acts
-    on the skip's channels behind the norm, and on the shortcut's input; for constant methods.
-    kappa="auto" for "cs": see `scalelong.skips.auto`.
+    method: "none", "rsqrt2"; "universal", "cs", "cs_reversed" (kappa, allow_amplify); "ls" (shared, reduction, module,
+    activation, axis, start); "mp_cat" (t), "layernorm" (affine, eps), "freeu" (s1, s2, b1, b2, threshold), "rezero",
+    "stable_tau" (tau).
+    example: arguments of the model's forward, as a tensor, a tuple, a dict or a pair (args, kwargs); required for classes
+    that are not in `known_families()`. Skips found with it are checked by `verify`: 2N + 3 runs of deep copies, most of them
+    with gradients.
+    placement: "before", as in the paper, scales the skip itself; "after_norm" scales behind a GroupNorm that would cancel
+    kappa, and the input of the shortcut, and is for constant methods.
+
+    >>> from diffusers import UNet1DModel
+    >>> apply(UNet1DModel(), "cs", kappa=0.7)
+    cs(kappa=0.7) on UNet1DModel
+    i  made in                     used in                channels  tokens  reach  kappa
+    ------------------------------------------------------------------------------------
+    1  down_blocks.0.resnets.2     up_blocks.2.resnets.0  32        -       full   1
+    2  down_blocks.1.resnets.2     up_blocks.1.resnets.0  32        -       full   0.7
+    3  down_blocks.2.attentions.2  up_blocks.0.resnets.0  64        -       full   0.49
     """
     call = None if example is None else as_call(example)
-    automatic = options.get("kappa") == AUTO
-    config = ScalingConfig.create(method, **(options | {"kappa": auto_kappa(method)} if automatic else options))
+    config = ScalingConfig.create(method, **options)
     if isinstance(model, nn.Module):
         check_unwrapped(model)
         check_unscaled(model)
     skips, detected = _find(model, call)
-    if automatic:
-        log_choice(len(skips), call)
     if placement != "before":
         skips = _placed(model, skips, config, placement, call)
     if config.needs == "operands":
-        skips = with_operands(model, skips, call)
+        skips = _with_operands(model, skips, call)
     branches = residual_branches(model) if config.needs == "blocks" else []
-    with torch.inference_mode(False):  # gates made in inference mode could never be trained
+    with torch.inference_mode(False):  # gates created in inference mode could not be trained
         scaling = config.build([skip.size for skip in skips], len(branches))
         _match(scaling, model)
     if scaling.changes_main:
-        skips = holding_both(model, skips, call, method)
+        skips = _holding_both(model, skips, call, method)
     attach(model, skips, scaling, branches)
     if call is not None and (detected or placement != "before") and not is_meta(model):
-        _verify_or_undo(model, call)
-    forget_compiled()
-    write_config(model, config, len(skips), placement)
+        try:
+            verify(model, example=call)
+        except BaseException:
+            detach(model)
+            raise
+    reset_compiled()
+    write_config(model, to_json(model))
     return Handle(model, skips, config)
 
 
-def _placed(
-    model: nn.Module, skips: list[LongSkip], config: ScalingConfig, placement: str, call: Call | None
-) -> list[LongSkip]:
-    if placement != "after_norm":
-        raise ValueError(f"placement: unknown {placement!r}; choose one of before, after_norm")
-    if not config.is_constant:
-        raise ValueError(
-            f"placement: 'after_norm' is for constant methods; what {config.method!r} does to a skip behind the norm is "
-            "another thing than at the shortcut, use placement='before'"
-        )
-    return after_norm(model, skips, call if call is not None else generated_example(model))
+def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> list[LongSkip]:
+    """The long skips of a model, index 1 = outermost: where each is made and used, its size, and its reach.
 
+    Models of known classes need no example. Any other model is run once on the example, given as `example=`, as for `apply`,
+    or as plain arguments. With an example the reach is measured: a deep copy of the model is run 3N + 1 times. The model, the
+    example and all random states are left unchanged.
 
-def placement_of(model: nn.Module) -> Placement:
-    """Where the scaling on a model acts."""
-    return "after_norm" if any(skip.after_norm for skip in attached_skips(model)) else "before"
-
-
-def _verify_or_undo(model: nn.Module, call: Call) -> None:
-    args, kwargs = call
-    try:
-        verify(model, *args, **kwargs)
-    except BaseException:
-        detach(model)
-        raise
+    >>> from diffusers import UNet1DModel
+    >>> [(skip.index, skip.used_in) for skip in find_skips(UNet1DModel())]
+    [(1, 'up_blocks.2.resnets.0'), (2, 'up_blocks.1.resnets.0'), (3, 'up_blocks.0.resnets.0')]
+    """
+    return _find(model, merge_example(example, args, kwargs))[0]
 
 
 def remove(model: nn.Module) -> None:
-    """Take a scaling off: afterwards the model, its state dict and its config are as before `apply`."""
+    """Undo `apply`: the model, its state dict and its config are as before.
+
+    >>> from diffusers import UNet1DModel
+    >>> handle = apply(UNet1DModel(), "ls")
+    >>> remove(handle.model)
+    """
     scaling_of(model)
     detach(model)
-    forget_compiled()
+    reset_compiled()
     write_config(model, None)
 
 
 def coefficients(model: nn.Module) -> list[float]:
-    """kappa_i now, outermost first: constants, or the mean the gates gave on the last forward (nan before the first)."""
+    """kappa_i now, outermost first: constants, or the mean of the gates on the last forward (nan before the first).
+
+    >>> from diffusers import UNet1DModel
+    >>> coefficients(apply(UNet1DModel(), "cs", kappa=0.5).model)
+    [1.0, 0.5, 0.25]
+    """
     return scaling_of(model).current()
 
 
-def describe(config: Description, num_skips: int, placement: Placement) -> dict[str, Any]:
-    """What is stored beside weights; the usual placement goes without saying."""
-    stored = config.to_json(num_skips)
-    return stored if placement == "before" else {**stored, "placement": placement}
+def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
+    """The skips, and whether they were traced rather than known."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
+    check_unwrapped(model)
+    skips, name = known_skips(model), type(model).__name__
+    if skips is None and call is None:
+        raise ValueError(
+            f"model: the skips of this {name} are not known, and there is no example input to trace it with; pass one, "
+            f"find_skips(model, example=(x, t)) or apply(model, ..., example=(x, t)); known are {', '.join(known_families())}"
+        )
+    if skips is not None and not skips:
+        raise ValueError(f"model: this {name} has no long skip connections, so there is nothing to scale")
+    if call is None:
+        return skips or [], False
+    plain = model
+    if is_scaled(model):
+        plain = copy.deepcopy(model)
+        detach(plain)
+    found = skips if skips is not None else detect(plain, call).skips()
+    reaches = measure_reach(plain, found, call)
+    return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
 
 def _match(scaling: Scaling, model: nn.Module) -> None:
-    """The mode of the model, and the device and dtype of most of its weights."""
+    """Move the scaling to the mode of the model, and to the device and dtype of most of its weights."""
     scaling.train(model.training)
     weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for parameter in model.parameters():
@@ -211,12 +195,77 @@ def _match(scaling: Scaling, model: nn.Module) -> None:
         scaling.to(device=device, dtype=dtype)
 
 
-def write_config(model: Any, config: Description | None, num_skips: int = 0, placement: Placement = "before") -> None:
-    """Write the scaling into a diffusers model's config, which `save_pretrained` stores, or take it out again."""
+# ------------------------------------------------------------------------- methods and placements that need a traced run
+
+
+def _placed(
+    model: nn.Module, skips: list[LongSkip], config: ScalingConfig, placement: str, call: Call | None
+) -> list[LongSkip]:
+    if placement != "after_norm":
+        raise unknown_name("placement", placement, ("before", "after_norm"))
+    if not config.is_constant:
+        raise ValueError(
+            f"placement: 'after_norm' is for constant methods; {config.method!r} would not do the same behind the norm and "
+            "at the shortcut, use placement='before'"
+        )
+    return after_norm(model, skips, call or generated_example(model))
+
+
+def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
+    """Fill in the width of what each skip is joined with, and its decoder stage."""
+    if all(skip.size.main is not None for skip in skips):
+        return skips
+    found = detect_all(model, skips, call or generated_example(model), "scaling.method: this method")
+    shapes = [found.trace.nodes[path.operand].shape for path in found.paths]
+    resolutions = [shape[2:] if len(shape) == 4 else None for shape in shapes]
+    stages = {size: at for at, size in enumerate(sorted({size for size in resolutions if size is not None}), start=1)}
+    filled = []
+    for skip, path, size in zip(skips, found.paths, resolutions, strict=True):
+        main = path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None
+        filled.append(replace(skip, size=replace(skip.size, main=main, stage=stages.get(size or (0, 0)))))
+    return filled
+
+
+def _holding_both(model: nn.Module, skips: list[LongSkip], call: Call | None, method: str) -> list[LongSkip]:
+    """Move the hooks to modules that receive both operands of the join."""
+    if all(isinstance(skip.slot, Fused) and skip.slot.main is not None for skip in skips):
+        return skips
+    found = detect(model, call or generated_example(model))
+    return [holding_both(found.trace, path, skip, method) for path, skip in zip(found.paths, skips, strict=True)]
+
+
+def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[tuple[int, ...] | None]:
+    """The shape of each skip on this example where it is joined; None if it is not found."""
+    try:
+        found = detect(model, call)
+    except NoLongSkipsError:
+        return [None] * len(skips)
+    if len(found.paths) != len(skips):
+        return [None] * len(skips)
+    return [found.trace.nodes[path.operand].shape for path in found.paths]
+
+
+# ------------------------------------------------------------------------------------------------------------- as JSON
+
+
+def placement_of(model: nn.Module) -> Placement:
+    """Where the scaling of a model acts."""
+    return "after_norm" if any(skip.after_norm for skip in attached_skips(model)) else "before"
+
+
+def to_json(model: nn.Module) -> dict[str, Any]:
+    """The scaling of a model as it is stored next to weights; the default placement is omitted."""
+    scaling, placement = scaling_of(model), placement_of(model)
+    stored = {**scaling.config.to_json(), "num_skips": scaling.num_skips}
+    return stored if placement == "before" else {**stored, "placement": placement}
+
+
+def write_config(model: Any, stored: dict[str, Any] | None) -> None:
+    """Write the scaling to a diffusers model's config, which `save_pretrained` stores; None removes it."""
     if not hasattr(model, "register_to_config"):
         return
-    if config is not None:
-        model.register_to_config(**{CONFIG_KEY: describe(config, num_skips, placement)})
+    if stored is not None:
+        model.register_to_config(**{CONFIG_KEY: stored})
         return
     entries = model._internal_dict
     model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})

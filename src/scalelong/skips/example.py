@@ -1,4 +1,4 @@
-"""An example call of a model, and running it without leaving a trace: all that a forward may change comes back."""
+"""Example calls of a model: parse them, and run the model on them without side effects."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from scalelong.skips.long_skip import Call
 
 
 def as_call(example: Any) -> Call:
-    """An example as (args, kwargs): given as such a pair, as a tuple or list of arguments, a dict of them, or one tensor."""
+    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs).
+
+    >>> as_call((1, 2)), as_call({"x": 1}), as_call(((1,), {"t": 2}))
+    (((1, 2), {}), ((), {'x': 1}), ((1,), {'t': 2}))
+    """
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
         return (), dict(example)
-    if isinstance(example, tuple) and len(example) == 2 and isinstance(example[1], Mapping):
-        first = example[0]
-        if isinstance(first, (tuple, list)):
-            return tuple(first), dict(example[1])
     if isinstance(example, (tuple, list)):
+        if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], Mapping):
+            return tuple(example[0]), dict(example[1])
         return tuple(example), {}
     raise TypeError(
         f"example: must be a tensor, a tuple of arguments, a dict of them or a pair (args, kwargs), "
@@ -32,8 +34,17 @@ def as_call(example: Any) -> Call:
     )
 
 
+def merge_example(example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """The call given as `example=` or as plain arguments; None if neither is given."""
+    if example is None:
+        return (args, kwargs) if args or kwargs else None
+    if args or kwargs:
+        raise TypeError("example: pass either example= or the arguments of the model themselves, got both")
+    return as_call(example)
+
+
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same nest of tuples, lists and dicts with every tensor changed."""
+    """Apply a function to every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -46,33 +57,34 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists and mappings (output classes among them)."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses (such as output classes)."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+        items = value
     elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name))
+        items = (getattr(value, name) for name in value.__dataclass_fields__)
+    for item in items:
+        yield from tensors_in(item)
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether the model has shapes but no values, so that nothing can be measured on it."""
+    """Whether the model is on the meta device: shapes without values."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def own_copy(call: Call, meta: bool = False) -> Call:
-    """The same call with tensors that a forward may change in place, on the meta device if asked for."""
+    """A copy of the call's tensors, which a forward may modify in place; on the meta device if `meta`."""
     args, kwargs = map_tensors(lambda tensor: tensor.to("meta") if meta else tensor.detach().clone(), call)
     return args, kwargs
 
 
 def run_example(model: nn.Module, call: Call) -> Any:
-    """model(*args, **kwargs), compiled parts run as they were written; its own error is chained under one of ours."""
+    """Run model(*args, **kwargs) in eager mode; errors are re-raised as a ValueError about the example."""
     args, kwargs = call
     try:
         with uncompiled():
@@ -80,43 +92,24 @@ def run_example(model: nn.Module, call: Call) -> Any:
     except Exception as error:
         raise ValueError(
             f"example: the forward of {type(model).__name__} fails on it ({type(error).__name__}: {error}); "
-            "give the arguments you would call the model with"
+            "pass the arguments you would call the model with"
         ) from error
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """What `torch.compile` or `module.compile()` compiled runs as it was written: hooks would compile it anew each time."""
+    """Run compiled modules in eager mode; temporary hooks would make them recompile."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # new in torch 2.6
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
-class _Assigned:
-    """What the attributes and buffers of a module are; a counter beside a cache must come back with it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.cls = module, type(module)
-        self.attributes, self.buffers = dict(vars(module)), dict(module._buffers)
-
-    def restore(self) -> None:
-        if type(self.module) is not self.cls:
-            return  # a lazy module that now has its weights
-        now = vars(self.module)
-        now.update({name: value for name, value in self.attributes.items() if name in now})
-        self.module._buffers.update(self.buffers)
-
-
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode, torch not in inference mode; then all is as it was.
-
-    Modes, buffers, what a forward assigns to attributes of its modules, and random states come back.
-    """
+    """Eval mode, no inference mode; afterwards modes, attributes, buffers and random states are restored."""
     modes = [(module, module.training) for module in model.modules()]
-    assigned = [_Assigned(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    kept = [
-        buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()
-    ]  # those cannot change
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in kept]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
+    mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if on_cuda else None
@@ -127,8 +120,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-        for each in assigned:
-            each.restore()
+        for module, cls, values, owned in attributes:
+            if type(module) is cls:  # not a lazy module that has been initialized
+                now = vars(module)
+                now.update({name: value for name, value in values.items() if name in now})
+                module._buffers.update(owned)
         with torch.no_grad():
             for buffer, version, before in buffers:
                 if buffer._version != version:

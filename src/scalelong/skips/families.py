@@ -1,59 +1,134 @@
-"""The families of models whose long skips are known by name: diffusers' UNets and transformers, MONAI's, and ours.
+"""Known model classes, in one table: their long skips, an example input, their stages and residual branches.
 
-Each family is one function from a model to its long skips. Decoders consume the innermost skip first, so a family lists
-its skips in that order and `_number` turns the order into indices that count from 1 at the outermost.
+To add a class, write a function from a model to its skips and list it in `FAMILIES`. Decoders consume the innermost skip
+first, so these functions yield skips in that order; `known_skips` numbers them from the outermost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from scalelong.scaling.base import SkipSize
-from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, Item, LongSkip, Reach, Take
+from scalelong.scaling.constant import SkipSize
+from scalelong.skips.long_skip import Argument, Call, ChannelSlice, Fused, Item, LongSkip, Reach, Slot
 
-Found = tuple[str, str, SkipSize, Reach, str, Take]  # made_in, used_in, size, reach, consumer, take
+Found = tuple[str, str, SkipSize, Reach, str, Slot]  # made_in, used_in, size, reach, consumer, slot
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known about a model class."""
+
+    skips: Callable[[Any], Iterator[Found]]  # innermost first
+    example: Callable[[Any, _Random], Inputs] | None = None
+    stages: tuple[str, ...] = ("down_blocks", "mid_block", "up_blocks")  # encoder, middle, decoder
+    branches: tuple[str, ...] = ()  # modules of each stage whose outputs are added to the residual stream
+
+
+def known_family(model: nn.Module) -> Family | None:
+    """The entry of the model's class or of a base class."""
+    if _has_k_blocks(model):
+        return None
+    names = (f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(model).__mro__)
+    return next((FAMILIES[name] for name in names if name in FAMILIES), None)
+
+
+def known_families() -> Sequence[str]:
+    """The class names that need no example input.
+
+    >>> "diffusers.UNet2DModel" in known_families()
+    True
+    """
+    return sorted(FAMILIES)
 
 
 def known_skips(model: nn.Module) -> list[LongSkip] | None:
-    """The long skips of a model of a known family, outermost first; None for any other class."""
-    if _has_k_blocks(model):
+    """The long skips of a model of a known class, outermost first; None for any other class."""
+    family = known_family(model)
+    if family is None:
         return None
-    for cls in type(model).__mro__:
-        family = FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__name__}")
-        if family is not None:
-            return _number(family(model))
-    return None
+    return [LongSkip(index, *found) for index, found in enumerate(reversed(list(family.skips(model))), start=1)]
 
 
-def _number(innermost_first: Iterable[Found]) -> list[LongSkip]:
-    found = list(innermost_first)
-    return [LongSkip(index, *skip) for index, skip in enumerate(reversed(found), start=1)]
+def generated_example(model: nn.Module, full_size: bool = False) -> Call:
+    """Random inputs for models of the most common classes; ValueError for others.
+
+    full_size: images at the model's native resolution rather than the smallest possible.
+    """
+    family = known_family(model)
+    if family is None or family.example is None:
+        known = ", ".join(name for name in known_families() if FAMILIES[name].example)
+        raise ValueError(
+            f"example: none was given, and none can be generated for a {type(model).__name__}; pass the arguments you would "
+            f"call the model with (generated for {known})"
+        )
+    weight = next(model.parameters())
+    return (), family.example(model, _Random(weight.device, weight.dtype, full_size))
 
 
-# ------------------------------------------------------------------------------------------- diffusers' and MONAI's UNets
+def stages(model: nn.Module) -> list[str]:
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists.
+
+    >>> from diffusers import UNet1DModel
+    >>> stages(UNet1DModel())
+    ['down_blocks.0', 'down_blocks.1', 'down_blocks.2', 'mid_block', 'up_blocks.0', 'up_blocks.1', 'up_blocks.2']
+    """
+    family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
+    if family is not None:
+        groups: Sequence[str] = [name for name in family.stages if name in modules]
+    else:
+        patterns = sorted({*(known.stages for known in FAMILIES.values()), _GUIDED_DIFFUSION}, key=len, reverse=True)
+        lists = [name for name, child in children.items() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+        groups = next((names for names in patterns if all(name in children for name in names)), lists)
+    found = []
+    for name in groups:
+        is_list = isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
+        found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
+    if not found:
+        raise ValueError(
+            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
+            f"{list(children)}"
+        )
+    return found
+
+
+def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
+    """For each block in order, the modules whose outputs are added to the residual stream; ValueError if not known."""
+    family = known_family(model)
+    if family is None or not family.branches:
+        raise ValueError(
+            f"scaling.method: the controls that scale block outputs know the blocks of scalelong.UViT, not those of "
+            f"{type(model).__name__}; choose a method that scales skips"
+        )
+    return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
+
+
+# ------------------------------------------------------------------------------------------------- diffusers and MONAI
 
 TUPLE = Argument(1, "res_hidden_states_tuple")
 LIST = Argument(1, "res_hidden_states_list")
 
 
 def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
-    """UNets whose up blocks get a tuple of skips and take them from its end, one per ResNet block."""
+    """UNets whose up blocks receive a tuple of skips and take them from its end, one per ResNet block."""
 
     def skips(model: Any) -> Iterator[Found]:
         made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
         for b, block in enumerate(model.down_blocks):
             made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
-        hidden = _resnet(model.down_blocks[-1].resnets[-1]).out_channels
+        last = model.down_blocks[-1].resnets[-1]
+        hidden = getattr(last, "spatial_res_block", last).out_channels
         for b, block in enumerate(model.up_blocks):
             consumer = f"up_blocks.{b}"
             for r, resnet in enumerate(block.resnets):
-                core = _resnet(resnet)
-                size = SkipSize(core.in_channels - hidden)
-                yield made.pop(), f"{consumer}.resnets.{r}", size, core.reach(hidden), consumer, Item(argument, -1 - r)
+                core = getattr(resnet, "spatial_res_block", resnet)
+                size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
+                yield made.pop(), f"{consumer}.resnets.{r}", size, reach, consumer, Item(argument, -1 - r)
                 hidden = core.out_channels
 
     return skips
@@ -62,100 +137,67 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
 def _down_outputs(block: Any) -> list[str]:
     """The modules of a down block whose outputs are skips, in order: the last of each layer, then the downsampler."""
     outputs = [f".{name}" for name in _layer_outputs(block)]
-    if _has(block, "resnet_down"):
-        outputs.append("")  # NCSN++: what the block itself gives, its own skip image added
-    elif _has(block, "downsamplers"):
-        outputs.append(".downsamplers.0")
-    elif _has(block, "downsampler"):
-        outputs.append(".downsampler")
-    return outputs
+    names = {"resnet_down": "", "downsamplers": ".downsamplers.0", "downsampler": ".downsampler"}  # resnet_down: NCSN++
+    return outputs + [names[name] for name in names if getattr(block, name, None) is not None][:1]
 
 
 def _layer_outputs(block: Any) -> list[str]:
-    last = next(
-        n for n in ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets") if _has(block, n)
-    )
+    order = ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets")
+    last = next(name for name in order if getattr(block, name, None) is not None)
     return [f"{last}.{i}" for i in range(len(block.resnets))]
 
 
 def _has_k_blocks(model: Any) -> bool:
-    """The K-upscaler's blocks join one skip per block and drop the others: theirs are found by looking."""
+    """The K-upscaler's blocks join one skip per block and drop the others: those models are traced."""
     blocks = getattr(model, "up_blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         return False
     return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
 
 
-def _has(block: Any, name: str) -> bool:
-    return getattr(block, name, None) is not None
-
-
-@dataclass(frozen=True)
-class _ResNet:
-    """What is asked of a ResNet block that normalises [hidden, skip] first and then adds a shortcut of it."""
-
-    in_channels: int
-    groups: int
-    out_channels: int
-
-    def reach(self, hidden: int) -> Reach:
-        """GroupNorm cancels kappa where no group holds both hidden and skip channels: only the shortcut then sees it."""
-        return "shortcut" if hidden % (self.in_channels // self.groups) == 0 else "partial"
-
-
-def _resnet(block: Any) -> _ResNet:
-    block = getattr(block, "spatial_res_block", block)
-    return _ResNet(block.norm1.num_channels, block.norm1.num_groups, block.out_channels)
+def _reach(norm: Any, hidden: int) -> Reach:
+    """GroupNorm of [hidden, skip] cancels kappa if no group holds channels of both: only the shortcut then sees it."""
+    return "shortcut" if hidden % (norm.num_channels // norm.num_groups) == 0 else "partial"
 
 
 def _unet_1d(model: Any) -> Iterator[Found]:
-    """One skip per up block; its first layer is a convolution right on [hidden, skip]."""
+    """One skip per up block; its first layer is a convolution of [hidden, skip]."""
     for b in range(len(model.up_blocks)):
         level = len(model.down_blocks) - 1 - b
         block, consumer = model.down_blocks[level], f"up_blocks.{b}"
-        made_in, channels = f"down_blocks.{level}.{_layer_outputs(block)[-1]}", _last_conv_channels(block)
-        yield made_in, f"{consumer}.resnets.0", SkipSize(channels), "full", consumer, Item(TUPLE, -1)
-
-
-def _last_conv_channels(block: Any) -> int:
-    last = block.resnets[-1]
-    convolution = last.conv_2 if hasattr(last, "conv_2") else last.conv_out.conv1d
-    return _out_channels(convolution)
+        last = block.resnets[-1]
+        size = SkipSize(_out_channels(last.conv_2 if hasattr(last, "conv_2") else last.conv_out.conv1d))
+        made_in = f"down_blocks.{level}.{_layer_outputs(block)[-1]}"
+        yield made_in, f"{consumer}.resnets.0", size, "full", consumer, Item(TUPLE, -1)
 
 
 def _out_channels(convolution: Any) -> int:
-    """Of the layer itself, where an adapter of peft is wrapped around it."""
+    """Of the layer itself, if a peft adapter is wrapped around it."""
     return int(getattr(convolution, "base_layer", convolution).out_channels)
 
 
 def _kandinsky3(model: Any) -> Iterator[Found]:
-    """The root concatenates; each up block but the first gets [hidden, skip] as its input."""
+    """The root concatenates; each up block but the first receives [hidden, skip] as its input."""
     levels = len(model.down_blocks)
     for b in range(1, levels):
         made_in, consumer = f"down_blocks.{levels - 1 - b}", f"up_blocks.{b}"
-        first = model.up_blocks[b].resnets_in[0].resnet_blocks[0].group_norm.norm
-        channels = first.num_channels - _out_channels(
-            model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection
-        )
-        reach: Reach = _ResNet(first.num_channels, first.num_groups, 0).reach(first.num_channels - channels)
-        take = ChannelSlice(Argument(0, "x"), -channels, channels)
-        yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), reach, consumer, take
+        norm = model.up_blocks[b].resnets_in[0].resnet_blocks[0].group_norm.norm
+        hidden = _out_channels(model.up_blocks[b - 1].resnets_out[-1].resnet_blocks[-1].projection)
+        channels = norm.num_channels - hidden
+        slot = ChannelSlice(Argument(0, "x"), -channels, channels)
+        yield made_in, f"{consumer}.resnets_in.0", SkipSize(channels), _reach(norm, hidden), consumer, slot
 
 
 def _stable_cascade(model: Any) -> Iterator[Found]:
-    """The first block of each up level but the first takes the level's skip beside its input."""
+    """The first block of each up level but the first takes the level's skip as its second input."""
     levels = len(model.down_blocks)
     for b in range(1, levels):
-        block = model.up_blocks[b][0]
+        block, consumer = model.up_blocks[b][0], f"up_blocks.{b}.0"
         channels = block.channelwise[0].in_features - _out_channels(block.depthwise)
-        consumer = f"up_blocks.{b}.0"
         if channels > 0:
             level = levels - 1 - b
             made_in = f"down_blocks.{level}.{len(model.down_blocks[level]) - 1}"
             yield made_in, consumer, SkipSize(channels), "full", consumer, Argument(1, "x_skip")
-
-
-# ----------------------------------------------------------------------------------------------------- transformers
 
 
 def _hunyuan_dit(model: Any) -> Iterator[Found]:
@@ -168,8 +210,8 @@ def _hunyuan_dit(model: Any) -> Iterator[Found]:
         yield made_in, f"blocks.{b}.skip_norm", size, "partial", f"blocks.{b}", Argument(4, "skip")
 
 
-def _unidiffuser_transformer(model: Any, prefix: str = "", tokens: int | None = None) -> Iterator[Found]:
-    """A linear layer right on [hidden, skip]."""
+def _u_transformer(model: Any, prefix: str = "", tokens: int | None = None) -> Iterator[Found]:
+    """A linear layer of [hidden, skip]."""
     if tokens is None:
         tokens = (model.config.sample_size // model.config.patch_size) ** 2
     blocks = len(model.transformer_out_blocks)
@@ -182,46 +224,107 @@ def _unidiffuser_transformer(model: Any, prefix: str = "", tokens: int | None = 
 
 def _unidiffuser(model: Any) -> Iterator[Found]:
     tokens = model.num_tokens + (1 if model.use_data_type_embedding else 0)
-    yield from _unidiffuser_transformer(model.transformer, "transformer.", tokens)
+    yield from _u_transformer(model.transformer, "transformer.", tokens)
+
+
+# -------------------------------------------------------------------------------------------------------- this package
 
 
 def _uvit(model: Any) -> Iterator[Found]:
-    """Ours: x Wx + kappa * (s Ws) without concatenating."""
+    """x Wx + kappa * (s Ws), without a concatenation."""
     blocks = len(model.out_blocks)
     for b in range(blocks):
         consumer = f"out_blocks.{b}.skip_linear"
         width = model.out_blocks[b].skip_linear.out_features
         size = SkipSize(width, model.num_tokens, channels_last=True, main=width)
-        take = Fused(Argument(1, "skip"), Argument(0, "x"))
-        yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, take
+        slot = Fused(Argument(1, "skip"), Argument(0, "x"))
+        yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, slot
 
 
 def _matrix_unet(model: Any) -> Iterator[Found]:
-    """Ours: Eq. 3 itself, inner + kappa * skip."""
+    """Eq. 3: inner + kappa * skip."""
     for b in reversed(range(len(model.joins))):
-        size = SkipSize(model.width)
-        yield f"a.{b}", f"joins.{b}", size, "full", f"joins.{b}", Fused(Argument(1, "skip"))
+        yield f"a.{b}", f"joins.{b}", SkipSize(model.width), "full", f"joins.{b}", Fused(Argument(1, "skip"))
 
 
-FAMILIES: dict[str, Callable[[Any], Iterator[Found]]] = {
-    "diffusers.UNet2DModel": _unet(TUPLE),
-    "diffusers.UNet2DConditionModel": _unet(TUPLE),
-    "diffusers.UNet3DConditionModel": _unet(TUPLE),
-    "diffusers.UNetSpatioTemporalConditionModel": _unet(TUPLE),
-    "diffusers.UNetMotionModel": _unet(TUPLE),
-    "diffusers.I2VGenXLUNet": _unet(TUPLE),
-    "diffusers.UNet1DModel": _unet_1d,
-    "diffusers.Kandinsky3UNet": _kandinsky3,
-    "diffusers.StableCascadeUNet": _stable_cascade,
-    "diffusers.HunyuanDiT2DModel": _hunyuan_dit,
-    "diffusers.UTransformer2DModel": _unidiffuser_transformer,
-    "diffusers.UniDiffuserModel": _unidiffuser,
-    "monai.DiffusionModelUNet": _unet(LIST),
-    "scalelong.UViT": _uvit,
-    "scalelong.MatrixUNet": _matrix_unet,
+# ------------------------------------------------------------------------------------------------------ example inputs
+
+
+class _Random:
+    """Random tensors, the same every time; the global random state is not touched."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, full_size: bool) -> None:
+        self.device, self.dtype, self.full_size = device, dtype, full_size
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, self.dtype)
+
+    def integers(self, value: int) -> Tensor:
+        return torch.tensor([value], device=self.device)
+
+
+def _unet2d_inputs(model: Any, random: _Random) -> Inputs:
+    config = model.config
+    size = int(2 ** (len(config.block_out_channels) + 1))  # the smallest image that can be halved at every level
+    if isinstance(config.sample_size, int):
+        size = config.sample_size if random.full_size else min(config.sample_size, size)
+    inputs = {"sample": random(1, config.in_channels, size, size), "timestep": random.integers(37)}
+    if config.num_class_embeds is not None:
+        inputs["class_labels"] = random.integers(0)
+    return inputs
+
+
+def _unet2d_condition_inputs(model: Any, random: _Random) -> Inputs:
+    config, width = model.config, model.config.cross_attention_dim
+    if config.addition_embed_type not in (None, "text_time") or config.class_embed_type is not None:
+        raise ValueError("example: none was given, and none can be generated for this conditioning; pass one")
+    inputs = _unet2d_inputs(model, random)
+    width = config.encoder_hid_dim or (width if isinstance(width, int) else width[0])
+    inputs["encoder_hidden_states"] = random(1, 4, width)
+    if config.addition_embed_type == "text_time":
+        text = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {"text_embeds": random(1, text), "time_ids": random(1, 6)}
+    return inputs
+
+
+def _unet1d_inputs(model: Any, random: _Random) -> Inputs:
+    return {"sample": random(1, model.config.in_channels, model.config.sample_size), "timestep": random.integers(37)}
+
+
+def _u_transformer_inputs(model: Any, random: _Random) -> Inputs:
+    return {"hidden_states": random(1, model.config.in_channels, *[model.config.sample_size] * 2)}
+
+
+def _uvit_inputs(model: Any, random: _Random) -> Inputs:
+    config = model.config
+    inputs = {"x": random(1, config.in_channels, config.image_size, config.image_size), "time": random(1)}
+    if config.num_classes:
+        inputs["class_labels"] = random.integers(0)
+    if config.text_dim:
+        inputs["context"] = random(1, config.text_tokens, config.text_dim)
+    return inputs
+
+
+# ----------------------------------------------------------------------------------------------------------- the table
+
+_GUIDED_DIFFUSION = ("input_blocks", "middle_block", "output_blocks")  # stages of many models that are not in the table
+_TRANSFORMER = ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks")
+
+FAMILIES: dict[str, Family] = {
+    "diffusers.UNet2DModel": Family(_unet(TUPLE), _unet2d_inputs),
+    "diffusers.UNet2DConditionModel": Family(_unet(TUPLE), _unet2d_condition_inputs),
+    "diffusers.UNet3DConditionModel": Family(_unet(TUPLE)),
+    "diffusers.UNetSpatioTemporalConditionModel": Family(_unet(TUPLE)),
+    "diffusers.UNetMotionModel": Family(_unet(TUPLE)),
+    "diffusers.I2VGenXLUNet": Family(_unet(TUPLE)),
+    "diffusers.UNet1DModel": Family(_unet_1d, _unet1d_inputs),
+    "diffusers.Kandinsky3UNet": Family(_kandinsky3),
+    "diffusers.StableCascadeUNet": Family(_stable_cascade),
+    "diffusers.HunyuanDiT2DModel": Family(_hunyuan_dit, stages=("blocks",)),
+    "diffusers.UTransformer2DModel": Family(_u_transformer, _u_transformer_inputs, _TRANSFORMER),
+    "diffusers.UniDiffuserModel": Family(_unidiffuser, stages=tuple(f"transformer.{name}" for name in _TRANSFORMER)),
+    "monai.DiffusionModelUNet": Family(_unet(LIST), stages=("down_blocks", "middle_block", "up_blocks")),
+    "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
+    "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }
-
-
-def known_families() -> Sequence[str]:
-    """The class names `apply` and `find_skips` know without an example input."""
-    return sorted(FAMILIES)

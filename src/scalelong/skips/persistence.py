@@ -1,14 +1,12 @@
-"""Save a scaled model and get it back with its method, kappa and gates."""
+"""Save a scaled model and load it with its method, kappa and gates."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,19 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
+from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import (
-    CONFIG_KEY,
-    Placement,
-    apply,
-    describe,
-    find_skips,
-    placement_of,
-    remove,
-    write_config,
-)
-from scalelong.skips.example import as_call
-from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
+from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, placement_of, remove, to_json, write_config
+from scalelong.skips.hooks import is_scaled, scaling_of
+from scalelong.skips.state_dict_checks import ROOT_NAME
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -38,101 +28,104 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the weights, gates among them, as safetensors and the scaling as JSON; each file appears whole or not at all."""
-    scaling = scaling_of(model)
+    """Write the weights, including gates, as safetensors and the scaling as JSON; each file appears complete or not at all.
+
+    >>> from diffusers import UNet1DModel
+    >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
+    'scaled'
+    """
+    stored = to_json(model)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as staged:
-        save_model(model, str(Path(staged) / WEIGHTS_NAME))
-        text = json.dumps(describe(scaling.config, scaling.num_skips, placement_of(model)), indent=2)
-        (Path(staged) / SCALING_NAME).write_text(text + "\n")
-        for name in (WEIGHTS_NAME, SCALING_NAME):
-            (Path(staged) / name).replace(folder / name)
+    with atomic_write(folder / WEIGHTS_NAME) as file:
+        save_model(model, file.name)
+    write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
     return folder
 
 
 def load(model: Model, folder: str | Path, example: Any = None) -> Model:
-    """Load what `save` wrote into `model`, putting the saved scaling on it if it has none yet.
+    """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
 
-    example: as for `apply`, where the class of the model is not known.
+    example: as for `apply`, for classes that are not known.
+
+    >>> from diffusers import UNet1DModel
+    >>> folder = save(apply(UNet1DModel(), "cs", kappa=0.6).model, "scaled")
+    >>> print(load(UNet1DModel(), folder).scalelong.config)
+    cs(kappa=0.6)
     """
     folder = Path(folder)
     for name in (WEIGHTS_NAME, SCALING_NAME):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: not found; a folder written by scalelong.save holds it")
-    stored = _read_scaling(json.loads((folder / SCALING_NAME).read_text()), str(folder / SCALING_NAME))
-    with _scaled_as(model, stored, example):
+            raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
+    stored = json.loads((folder / SCALING_NAME).read_text())
+    with _scaled_as(model, stored, folder / SCALING_NAME, example):
         _check_fit(model, folder / WEIGHTS_NAME)
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
 
 
-def from_pretrained(cls: type[Model], folder: str | Path, **options: Any) -> Model:
-    """`cls.from_pretrained(folder)` with the scaling that the diffusers model carried when `save_pretrained` wrote it.
+def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
+    """`cls.from_pretrained(folder)` for a scaled diffusers model that was saved with `save_pretrained`.
 
-    folder: on disk or on the hub; options: what `cls.from_pretrained` takes, revision and token of the hub among it.
+    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token.
+    example: as for `apply`, for classes that are not known.
+
+    >>> from diffusers import UNet1DModel
+    >>> apply(UNet1DModel(), "cs", kappa=0.6).model.save_pretrained("unet")
+    >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
+    cs(kappa=0.6)
     """
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-    source = _local_folder(folder, hub) / options.pop("subfolder", "")
-    stored = json.loads((source / "config.json").read_text()).get(CONFIG_KEY)
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    source = Path(folder) / options.pop("subfolder", "")
+    path = source / "config.json"
+    stored = json.loads(path.read_text()).get(CONFIG_KEY)
     if stored is None:
         raise ValueError(
-            f"{source / 'config.json'}: holds no {CONFIG_KEY!r}; it was saved without a scaling, "
+            f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, "
             f"use {cls.__name__}.from_pretrained and scalelong.apply"
         )
-    scaling = _read_scaling(stored, str(source / "config.json"))
     with _quiet_diffusers():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
     gates = _read_gates(source, options.get("variant"))
-    with _scaled_as(model, scaling):
+    with _scaled_as(model, stored, path, example):
         if missing := scaling_of(model).state_dict().keys() - gates.keys():
             raise ValueError(
-                f"{source}: its safetensors hold no scalelong.{min(missing)} for {scaling.config}; write the folder by "
-                "save_pretrained of the scaled model (EMAModel leaves the scaling out)"
+                f"{source}: its safetensors contain no {ROOT_NAME}.{min(missing)} for {scaling_of(model).config}; write the "
+                "folder with save_pretrained of the scaled model (EMAModel omits the scaling)"
             )
         scaling_of(model).load_state_dict(gates)
     return model
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """What was written beside weights."""
-
-    config: ScalingConfig
-    num_skips: int
-    placement: Placement
-
-
-def _read_scaling(stored: Any, where: str) -> _Stored:
-    if not isinstance(stored, dict) or not {"method", "options", "num_skips"} <= stored.keys():
-        raise ValueError(f"{where}: must hold method, options and num_skips, got {stored!r}")
-    config = ScalingConfig.create(stored["method"], **stored["options"])
-    return _Stored(config, int(stored["num_skips"]), stored.get("placement", "before"))
-
-
 @contextmanager
-def _scaled_as(model: nn.Module, stored: _Stored, example: Any = None) -> Iterator[None]:
-    """The model carries this scaling inside and, unless an error leaves the block, afterwards."""
-    found = _count_skips(model, example)
-    if found != stored.num_skips:
+def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> Iterator[None]:
+    """Apply the stored scaling if the model has none; remove it again if an error leaves the block."""
+    if not isinstance(stored, Mapping) or not {"method", "options", "num_skips"} <= stored.keys():
+        raise ValueError(f"{where}: must contain method, options and num_skips, got {stored!r}")
+    config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
+    found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
+    if found != stored["num_skips"]:
         raise ValueError(
-            f"num_skips: the saved scaling is of {stored.num_skips} skips, this {type(model).__name__} has {found}"
+            f"num_skips: the saved scaling has {stored['num_skips']} skips, this {type(model).__name__} has {found}"
         )
     if is_scaled(model):
-        if scaling_of(model).config != stored.config:
+        if scaling_of(model).config != config:
             raise ValueError(
-                f"scaling: the model carries {scaling_of(model).config}, the saved one is {stored.config}; "
+                f"scaling: the model has {scaling_of(model).config}, the saved one is {config}; "
                 "call scalelong.remove(model) first"
             )
-        if placement_of(model) != stored.placement:
+        if placement_of(model) != placement:
             raise ValueError(
-                f"placement: the model is scaled with {placement_of(model)!r}, the saved one with {stored.placement!r}; "
+                f"placement: the model is scaled with {placement_of(model)!r}, the saved one with {placement!r}; "
                 "call scalelong.remove(model) first"
             )
         yield
         return
-    apply(model, stored.config.method, example=example, placement=stored.placement, **stored.config.options)
+    apply(model, config.method, example=example, placement=placement, **config.options)
     try:
         yield
     except BaseException:
@@ -140,21 +133,15 @@ def _scaled_as(model: nn.Module, stored: _Stored, example: Any = None) -> Iterat
         raise
 
 
-def _count_skips(model: nn.Module, example: Any) -> int:
-    if is_scaled(model):
-        return scaling_of(model).num_skips
-    args, kwargs = as_call(example) if example is not None else ((), {})
-    return len(find_skips(model, *args, **kwargs))
-
-
 def _check_fit(model: nn.Module, weights: Path) -> None:
-    """Names and shapes, before anything is loaded; of weights that share their memory, one is stored for all."""
+    """Check names and shapes before anything is loaded; of tensors that share memory, one is stored for all."""
     with safe_open(str(weights), framework="pt") as tensors:
         given = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     own = model.state_dict()
-    stored = {_memory(own[key]) for key in given if key in own}
+    memory = {key: tensor.untyped_storage().data_ptr() for key, tensor in own.items()}
+    stored = {memory[key] for key in given if key in own}
     trouble = [f"{key} is not in the model" for key in given if key not in own]
-    trouble += [f"{key} is missing" for key, value in own.items() if key not in given and _memory(value) not in stored]
+    trouble += [f"{key} is missing" for key in own if key not in given and memory[key] not in stored]
     trouble += [
         f"{key} has shape {shape}, in the model {tuple(own[key].shape)}"
         for key, shape in given.items()
@@ -167,23 +154,11 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
         )
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _local_folder(folder: str | Path, hub: dict[str, Any]) -> Path:
-    if Path(folder).is_dir():
-        return Path(folder)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub))
-
-
 def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
-    """From the files of one variant, whole or in parts, as diffusers names them."""
+    """Read the tensors of the scaling from the files of one variant, sharded or not, as diffusers names them."""
     gates: dict[str, Tensor] = {}
-    dot, part = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
-    name = re.compile(rf"diffusion_pytorch_model({part}{dot}|{dot}{part})\.safetensors")
+    dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
+    name = re.compile(rf"diffusion_pytorch_model({shard}{dot}|{dot}{shard})\.safetensors")
     for file in sorted(file for file in folder.iterdir() if name.fullmatch(file.name)):
         with safe_open(str(file), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
@@ -194,7 +169,7 @@ def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
 
 @contextmanager
 def _quiet_diffusers() -> Iterator[None]:
-    """diffusers warns of the entries and weights it does not know; here they are read right after."""
+    """Silence the warnings of diffusers about entries and weights it does not know; they are read right after."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from scalelong.stability.probes import DEFAULT_EVERY, relative_oscillation
+from scalelong.runs.oscillation import PROBE_EVERY, relative_oscillation
 from scalelong.training import RunConfig, from_yaml, read_events
 
 OSCILLATES = 0.1  # of its size, from one record to the next
@@ -78,7 +78,7 @@ def _features(probe: Sequence[Record], config: RunConfig) -> list[Sentence]:
         return [
             Sentence(
                 "features",
-                f"Features were not measured: 0 probe records. Train with --probe-every {DEFAULT_EVERY} to see which blocks "
+                f"Features were not measured: 0 probe records. Train with --probe-every {PROBE_EVERY} to see which blocks "
                 "oscillate.",
                 0,
             )

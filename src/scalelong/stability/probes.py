@@ -1,4 +1,4 @@
-"""Feature and gradient oscillation (Fig. 1): two lines in any training loop.
+"""Feature and gradient oscillation (Fig. 1), measured in any training loop.
 
 probe = OscillationProbe(model, (x, t), path="probe.jsonl")   # before the loop
 probe.step()                                                  # in it, after backward and before zero_grad
@@ -6,9 +6,8 @@ probe.step()                                                  # in it, after bac
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,107 +16,89 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
-from scalelong.runs.oscillation import relative_oscillation, relative_spread
-from scalelong.skips.example import uncompiled, undisturbed
+from scalelong.errors import did_you_mean
+from scalelong.runs.oscillation import PROBE_EVERY, relative_oscillation, relative_spread
+from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
+from scalelong.skips.families import stages
 
-__all__ = ["DEFAULT_EVERY", "OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
-
-DEFAULT_EVERY = 50  # steps; keeps the probe below 2% of the step time (benchmarks/probe_overhead.py)
-
-
-_STAGES = (
-    ("in_blocks", "mid_block", "out_blocks"),
-    ("down_blocks", "mid_block", "up_blocks"),
-    ("down_blocks", "middle_block", "up_blocks"),
-    ("input_blocks", "middle_block", "output_blocks"),
-    ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks"),
-    ("a", "middle", "b"),
-    ("blocks",),
-)
-
-
-def stages(model: nn.Module) -> list[str]:
-    """The stages of the U, by name: encoder blocks, the middle, decoder blocks; else the entries of the model's lists."""
-    for names in _STAGES:
-        if all(isinstance(getattr(model, name, None), nn.Module) for name in names):
-            return [stage for name in names for stage in _parts(model, name)]
-    lists = [name for name, child in model.named_children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
-    found = [stage for name in lists for stage in _parts(model, name)]
-    if not found:
-        raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
-            f"{[name for name, _ in model.named_children()]}"
-        )
-    return found
-
-
-def _parts(model: nn.Module, name: str) -> list[str]:
-    module = getattr(model, name)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [f"{name}.{part}" for part, _ in module.named_children()]
-    return [name]
+__all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
 
 
 class OscillationProbe:
-    """Per block: the mean norm of its output on a fixed batch, and the norm of its parameters' gradient."""
+    """Per block, the mean norm of its output on a fixed batch and the norm of its parameters' gradient.
+
+    >>> from scalelong.backbones import UViT, UViTConfig
+    >>> model = UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=2, heads=2))
+    >>> probe = OscillationProbe(model, (torch.zeros(2, 3, 8, 8), torch.zeros(2)), every=1)
+    >>> list(probe.step())
+    ['norm/in_blocks.0', 'norm/mid_block', 'norm/out_blocks.0']
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],  # arguments of the model's forward: the fixed batch
+        inputs: Any,  # arguments of the model's forward, the fixed batch: a tensor, a tuple, a dict or (args, kwargs)
         *,
         blocks: Sequence[str] | None = None,  # default: the stages of the U
-        every: int = DEFAULT_EVERY,
+        every: int = PROBE_EVERY,
         path: str | Path | None = None,  # JSON lines are appended here
     ) -> None:
         if every < 1:
             raise ValueError(f"every: must be at least 1, got {every}")
         self.model = unwrapped(model)
         self.blocks = list(blocks) if blocks is not None else stages(self.model)
-        self._modules = {name: self._module(name) for name in self.blocks}
-        self.inputs: tuple[Any, ...] | Mapping[str, Any] = (inputs,) if isinstance(inputs, Tensor) else inputs
+        modules = dict(self.model.named_modules())
+        for name in self.blocks:
+            if name not in modules:
+                raise ValueError(
+                    f"blocks: {type(self.model).__name__} has no module {name!r}; {did_you_mean(name, modules)}see "
+                    "model.named_modules()"
+                )
+        self._modules = {name: modules[name] for name in self.blocks}
+        self._call = as_call(inputs)
         self.every = every
         self.path = Path(path) if path is not None else None
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self.count = 0
-        self._try()
+        self._measure_once()
 
-    def _try(self) -> None:
-        """Measure once, so that a batch that does not fit is found before the training."""
+    def _measure_once(self) -> None:
+        """Reject a batch or blocks that cannot be measured before training starts."""
         try:
             norms = self.norms()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            shapes = [tuple(v.shape) for v in _values(self.inputs) if isinstance(v, Tensor)]
+            shapes = [tuple(tensor.shape) for tensor in tensors_in(self._call)]
             raise ValueError(
-                f"inputs: a probe batch of shapes {shapes} does not go through {type(self.model).__name__} ({error}); pass "
-                "what its forward takes, on its device"
+                f"inputs: the forward of {type(self.model).__name__} fails on a probe batch of shapes {shapes} ({error}); "
+                "pass its arguments, on its device"
             ) from error
         if missing := [name for name in self.blocks if name not in norms]:
-            raise ValueError(f"blocks: {missing} gave no tensor when the model ran on the probe batch; leave them out")
+            raise ValueError(f"blocks: {missing} returned no tensor when the model ran on the probe batch; omit them")
 
     def step(self) -> dict[str, float] | None:
-        """Call once per training step; measures and writes at every `every`-th."""
+        """Count a training step; measure and write at every `every`-th."""
         self.count += 1
         return self(self.count, self.model)
 
     def __call__(self, step: int, _model: nn.Module) -> dict[str, float] | None:
-        """The values at this step, if it is one to measure at: `norm/BLOCK` and `gradient/BLOCK`."""
+        """`norm/BLOCK` and `gradient/BLOCK` if `step` is a multiple of `every`, else None."""
         if step % self.every:
             return None
         values = {f"norm/{name}": norm for name, norm in self.norms().items()}
         values |= {f"gradient/{name}": norm for name, norm in self.gradient_norms().items()}
-        if self.path is not None and _is_main_rank():
+        several_ranks = dist.is_available() and dist.is_initialized()
+        if self.path is not None and (not several_ranks or dist.get_rank() == 0):
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         return values
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
-        """The mean over the batch of ||h||_2 of each block's output, in the order of the blocks."""
+        """The mean over the batch of ||h||_2 of each block's output."""
         found: dict[str, Tensor] = {}
 
-        def keep(name: str) -> Any:
+        def keep(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
                 tensor = output if isinstance(output, Tensor) else output[0]
                 found[name] = tensor.flatten(1).float().norm(dim=1).mean()
@@ -125,39 +106,26 @@ class OscillationProbe:
             return hook
 
         handles = [module.register_forward_hook(keep(name)) for name, module in self._modules.items()]
+        args, kwargs = self._call
         try:
             with undisturbed(self.model), uncompiled():
-                if isinstance(self.inputs, Mapping):
-                    self.model(**self.inputs)
-                else:
-                    self.model(*self.inputs)
+                self.model(*args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
-        names = [name for name in self.blocks if name in found]
-        return dict(zip(names, torch.stack([found[name] for name in names]).tolist(), strict=True)) if names else {}
+        return _as_floats({name: found[name] for name in self.blocks if name in found})
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
-        """The norm of the gradient of each block's parameters; blocks without one are left out."""
+        """The norm of the gradient of each block's parameters; blocks without gradients are omitted."""
         found = {}
         for name, module in self._modules.items():
             gradients = [p.grad for p in module.parameters() if p.grad is not None]
             if gradients:
                 found[name] = torch.stack(torch._foreach_norm(gradients)).float().norm()
-        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
-
-    def _module(self, name: str) -> nn.Module:
-        modules: dict[str, nn.Module] = dict(self.model.named_modules())
-        if name not in modules:
-            near = difflib.get_close_matches(name, modules, n=3)
-            raise ValueError(f"blocks: there is no {name!r} in {type(self.model).__name__}; near are {near}")
-        return modules[name]
+        return _as_floats(found)
 
 
-def _values(inputs: tuple[Any, ...] | Mapping[str, Any]) -> list[Any]:
-    return list(inputs.values() if isinstance(inputs, Mapping) else inputs)
-
-
-def _is_main_rank() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+def _as_floats(values: dict[str, Tensor]) -> dict[str, float]:
+    """All values in one transfer from the device."""
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True)) if values else {}

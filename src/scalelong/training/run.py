@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import IO
 import torch
 from torch import nn
 
-from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import Shape, to_uint8
 from scalelong.diffusion import Objective
 from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
@@ -22,7 +20,7 @@ from scalelong.runs.yaml_file import from_yaml, to_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
-from scalelong.training.exported import AUTOENCODER, is_exported, read_exported
+from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -153,9 +151,8 @@ def load_run(
 
 def pixels_of(run: TrainedRun, device: torch.device) -> ToPixels:
     """How what the run draws becomes images; an export of a model of latents has its autoencoder in the folder."""
-    if is_exported(run.folder) and (run.folder / AUTOENCODER).is_dir():
-        scale = float(json.loads((run.folder / "model_index.json").read_text())["latent_scale"])
-        autoencoder = load_autoencoder(run.folder / AUTOENCODER, device, scale)
+    autoencoder = exported_autoencoder(run.folder, device)
+    if autoencoder is not None:
         return lambda latents: to_uint8(autoencoder.decode(latents))
     return build_pixels(run.config, device, run.data)
 

@@ -1,1 +1,1 @@
-"""Find the long skips of a model we do not know, from one forward pass."""
+"""Finding the long skips of models that are not in the table of `families`, from one traced forward pass."""

@@ -1,8 +1,8 @@
-"""Where to take hold of a long skip: the module call whose arguments hold it, so that nothing else is touched.
+"""From a traced model to its `LongSkip`s: the module call to hook for each skip, so that nothing else is scaled.
 
-Either the join is inside a module that was handed the skip (an argument, or an item of one), or the joined tensor is handed
-to a module whole, or to several (a block and its shortcut), and the skip is a slice of its channels. Every other place would
-scale more than the skip.
+Either the join is inside a module that receives the skip (an argument, or an item of one), or the concatenation is an
+argument of one or several modules (a block and its shortcut) and the skip is a slice of its channels. placement="after_norm"
+hooks a GroupNorm and the shortcut next to it. Every other place would scale more than the skip.
 """
 
 from __future__ import annotations
@@ -10,149 +10,286 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalelong.skips.long_skip import Argument, ChannelSlice, Take
-from scalelong.skips.tracing.nesting import Loop, NoLongSkipsError
-from scalelong.skips.tracing.trace import ModuleCall, Trace
+from torch import nn
 
-LINEAR_WITHOUT_WEIGHTS = frozenset(
-    {
-        *("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "clone", "contiguous", "to", "type"),
-        *("type_as", "float", "half", "double", "bfloat16", "detach", "interpolate", "pad"),
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-    }
-)  # one by one, they keep the channels apart: a scaled slice stays a scaled slice
-LAYOUT = frozenset(
-    {
-        *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze", "unsqueeze"),
-        *("__getitem__", "narrow", "chunk", "split", "unbind", "rearrange", "pixel_shuffle", "pixel_unshuffle"),
-        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "moveaxis", "swapaxes", "mean"),
-    }
-)
+from scalelong.scaling.constant import SkipSize
+from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot
+from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips
+from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
+
+CHANNELWISE_LINEAR = frozenset({  # linear, and channels stay apart: a scaled slice stays a scaled slice
+    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "clone", "contiguous", "to", "type"),
+    *("type_as", "float", "half", "double", "bfloat16", "detach", "interpolate", "pad"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+})  # fmt: skip
+LAYOUT = frozenset({
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "squeeze", "unsqueeze"),
+    *("__getitem__", "narrow", "chunk", "split", "unbind", "rearrange", "pixel_shuffle", "pixel_unshuffle"),
+    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "moveaxis", "swapaxes", "mean"),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Grip:
-    """The call to take hold of, where in it the skip stands, and the node that stands there."""
+class Detection:
+    """A traced forward pass and its long skips, outermost first."""
+
+    model: str  # its class
+    trace: Trace
+    paths: list[SkipPath]
+
+    def skips(self) -> list[LongSkip]:
+        """The skips with their hook points; `NoLongSkipsError` if one has none."""
+        return [self._skip(index, path) for index, path in enumerate(self.paths, start=1)]
+
+    def _skip(self, index: int, path: SkipPath) -> LongSkip:
+        try:
+            point = find_hook_point(self.trace, path)
+        except NoLongSkipsError as error:
+            raise NoLongSkipsError(f"model: this {self.model} cannot be scaled: {error}") from None
+        size = _size(self.trace, path, point.node)
+        made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, point.call)
+        return LongSkip(index, made_in, used_in, size, "unknown", point.call.name, point.slot, point.also)
+
+
+def detect(model: nn.Module, call: Call) -> Detection:
+    """Run the model once on the example and find its long skips; the model and all random states are left unchanged."""
+    traced, name = trace(model, call), type(model).__name__
+    try:
+        return Detection(name, traced, find_long_skips(traced))
+    except NoLongSkipsError as error:
+        raise NoLongSkipsError(f"model: this {name} cannot be scaled: {error}") from None
+
+
+def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call, key: str) -> Detection:
+    """Like `detect`, but raise unless exactly the known skips are found; `key` begins the message."""
+    found = detect(model, call)
+    if len(found.paths) != len(skips):
+        raise ValueError(
+            f"{key}: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass; it needs all of them"
+        )
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- hook points
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A module call, the slot that carries the skip, and the node in that slot."""
 
     call: ModuleCall
-    take: Take
+    slot: Slot
     node: int
-    also: tuple[tuple[str, Take], ...] = ()  # further modules that are handed the same joined tensor
+    also: HookPoints = ()  # further modules that receive the same concatenation
 
 
-def grip(trace: Trace, loop: Loop) -> Grip:
-    """Where to take hold of a skip; `NoLongSkipsError` says why it cannot be done."""
+def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
+    """Where to scale a skip; `NoLongSkipsError` says why that is impossible."""
     reasons: list[str] = []
-    for found in (*_as_argument(trace, loop, reasons), *_as_slice(trace, loop, reasons)):
-        if all(_held_alike(trace, other, found) for other in loop.again):
+    for found in (*_argument_points(trace, path, reasons), *_slice_points(trace, path, reasons)):
+        if all(_same_point(trace, other, found) for other in path.earlier):
             return found
         reasons.append(f"{found.call.name} is called several times, not always with this skip")
-    join, made = trace.nodes[loop.join], trace.nodes[loop.source]
-    frame = _name(trace, join.call)
-    detail = "; ".join(dict.fromkeys(reasons)) or "no module is handed the skip by itself"
+    detail = "; ".join(dict.fromkeys(reasons)) or "no module receives the skip by itself"
     raise NoLongSkipsError(
-        f"the skip made in {_name(trace, made.call)} and joined by {loop.kind} in {frame} cannot be scaled without touching "
-        f"anything else: {detail}; let a module of its own take the skip as an argument and join it"
+        f"the skip made in {trace.module_name(path.source)} and joined by {path.kind} in {trace.module_name(path.join)} "
+        f"cannot be scaled without touching anything else: {detail}; let a module of its own take the skip as an argument "
+        "and join it"
     )
 
 
-def _held_alike(trace: Trace, loop: Loop, last: Grip) -> bool:
-    """Whether an earlier call of the same module stands in the same way to an earlier join of the same skip."""
-    found = next(_as_argument(trace, replace(loop, again=(loop,) * (_calls(trace, last.call) - 1)), []), None)
-    return found is not None and found.call.module is last.call.module and found.take == last.take
+def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
+    """Whether an earlier call of the same module receives the skip in the same slot."""
+    repeated = replace(earlier, earlier=(earlier,) * (trace.times_called(last.call) - 1))
+    found = next(_argument_points(trace, repeated, []), None)
+    return found is not None and found.call.module is last.call.module and found.slot == last.slot
 
 
-def _as_argument(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[Grip]:
-    """The innermost call around the join that was handed the skip."""
-    for index in reversed(trace.stack(loop.join)):
+def _argument_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[HookPoint]:
+    """The innermost call around the join that receives the skip."""
+    for index in reversed(trace.stack(path.join)):
         call = trace.calls[index]
-        for spot, node in call.given:
-            if node not in loop.line:
+        for slot, node in call.inputs:
+            if node not in path.nodes:
                 continue
-            trouble = _trouble_inside(trace, loop, call, node)
-            argument = spot if isinstance(spot, Argument) else spot.argument
+            trouble = _trouble_inside(trace, path, call, node)
+            argument = slot if isinstance(slot, Argument) else slot.argument
             if trouble is None and argument in call.drained:
                 trouble = f"{call.name} takes its skips out of the list it shares with its caller"
-            if trouble is None and sum(other == node for _, other in call.given) > 1:
-                trouble = f"{call.name} is handed the same tensor twice"
+            if trouble is None and sum(other == node for _, other in call.inputs) > 1:
+                trouble = f"{call.name} receives the same tensor twice"
             if trouble is None:
-                yield Grip(call, spot, node)
+                yield HookPoint(call, slot, node)
                 return
             reasons.append(trouble)
 
 
-def _trouble_inside(trace: Trace, loop: Loop, call: ModuleCall, node: int) -> str | None:
-    """Why scaling `node` on its way into the call would do more, or other, than scaling the operand of the join."""
-    if _calls(trace, call) not in (1, 1 + len(loop.again)):
-        return f"{call.name or 'the model'} is called {_calls(trace, call)} times in one forward"
-    way = loop.line[loop.line.index(node) :]
-    for at, step in enumerate(way):
-        wanted = way[at + 1] if at + 1 < len(way) else loop.join
-        uses = [child for child in trace.children[step] if call.holds(child) and child != wanted]
-        if uses or (at == 0 and step in call.returned):
+def _trouble_inside(trace: Trace, path: SkipPath, call: ModuleCall, node: int) -> str | None:
+    """Why scaling `node` on its way into the call is not the same as scaling the operand of the join."""
+    times = trace.times_called(call)
+    if times not in (1, 1 + len(path.earlier)):
+        return f"{call.name or 'the model'} is called {times} times in one forward"
+    steps = path.nodes[path.nodes.index(node) :]
+    for at, step in enumerate(steps):
+        following = steps[at + 1] if at + 1 < len(steps) else path.join
+        others = [child for child in trace.children[step] if call.holds(child) and child != following]
+        if others or (at == 0 and step in call.returned):
             return f"{call.name} uses it elsewhere too"
-        made_by = trace.nodes[step]
-        if at and made_by.name not in LINEAR_WITHOUT_WEIGHTS | LAYOUT:
-            return f"{call.name} passes it through {made_by.name} before the join"
+        op = trace.nodes[step].name
+        if at and op not in CHANNELWISE_LINEAR | LAYOUT:
+            return f"{call.name} passes it through {op} before the join"
     return None
 
 
-def _as_slice(trace: Trace, loop: Loop, reasons: list[str]) -> Iterator[Grip]:
-    """The first call after the join that is handed all that was joined, and alone uses it; else the calls that share it."""
-    join = trace.nodes[loop.join].join
-    if join is None or join.kind != "cat" or join.dim is None:
+def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[HookPoint]:
+    """The first call after the join that receives the concatenation and alone uses it; else the calls that share it."""
+    if path.op.dim is None:
         return
-    start, size = sum(join.sizes[: loop.position]), join.sizes[loop.position]
-    node = loop.join
+    start, size = path.op.channels(path.position)
+    node = path.join
     while True:
-        handed = [call for call in trace.calls if call.start > node and node in [given for _, given in call.given]]
-        outer = [call for call in handed if not any(other in handed for other in _around(trace, call))]
-        for calls in [[call] for call in handed] + [outer] * (len(outer) > 1):
+        receiving = [call for call in trace.calls if call.start > node and node in [n for _, n in call.inputs]]
+        outer = [call for call in receiving if not any(other in receiving for other in _around(trace, call))]
+        for calls in [[call] for call in receiving] + [outer] * (len(outer) > 1):
             trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
-                spots = [spot for call in calls for spot, given in call.given if given == node]
-                takes = [
-                    ChannelSlice(s, start, size, join.dim, sum(join.sizes)) for s in spots if isinstance(s, Argument)
+                arguments = [
+                    slot for call in calls for slot, n in call.inputs if n == node and isinstance(slot, Argument)
                 ]
+                slots = [ChannelSlice(slot, start, size, path.op.dim, sum(path.op.sizes)) for slot in arguments]
                 names = [call.name for call in calls]
-                yield Grip(calls[0], takes[0], loop.operand, tuple(zip(names[1:], takes[1:], strict=True)))
+                yield HookPoint(calls[0], slots[0], path.operand, tuple(zip(names[1:], slots[1:], strict=True)))
                 return
             reasons.append(trouble)
         children = trace.children[node]
-        if len(children) != 1 or trace.nodes[children[0]].name not in LINEAR_WITHOUT_WEIGHTS:
+        if len(children) != 1 or trace.nodes[children[0]].name not in CHANNELWISE_LINEAR:
             return
         node = children[0]
 
 
-def slice_of_joined(trace: Trace, loop: Loop, reasons: list[str]) -> Grip | None:
-    """Where to take hold of all that was joined."""
-    return next(_as_slice(trace, loop, reasons), None)
-
-
 def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> str | None:
     for call in calls:
-        if _calls(trace, call) > 1:
-            return f"{call.name} is called {_calls(trace, call)} times in one forward"
-        spots = [spot for spot, given in call.given if given == node]
-        if len(spots) > 1:
-            return f"{call.name} is handed the same tensor twice"
-        if not isinstance(spots[0], Argument):
-            return f"{call.name} is handed the joined tensor in a list"
+        if (times := trace.times_called(call)) > 1:
+            return f"{call.name} is called {times} times in one forward"
+        slots = [slot for slot, given in call.inputs if given == node]
+        if len(slots) > 1:
+            return f"{call.name} receives the same tensor twice"
+        if not isinstance(slots[0], Argument):
+            return f"{call.name} receives the concatenation in a list"
     if not all(any(call.holds(child) for call in calls) for child in trace.children[node]):
-        return f"what is joined is used by {' and '.join(call.name for call in calls)} and elsewhere"
+        return f"the concatenation is used by {' and '.join(call.name for call in calls)} and elsewhere"
     return None
 
 
 def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
-    """The calls that a call was made in, the nearest first."""
+    """The calls that contain a call, the nearest first."""
     while call.parent >= 0:
         call = trace.calls[call.parent]
         yield call
 
 
-def _calls(trace: Trace, call: ModuleCall) -> int:
-    return trace.times_called(call.module)
+def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
+    """The skip with hook points that receive the whole concatenation; a ValueError if there are none."""
+    where = f"scaling.method: {method!r} changes both operands of a concatenation; skip {skip.index} "
+    where += f"({skip.made_in} -> {skip.used_in})"
+    if path.kind != "cat":
+        raise ValueError(f"{where} is joined by {path.kind}; choose another method")
+    if len(path.op.operands) != 2 or path.earlier:
+        raise ValueError(f"{where} is joined with several tensors, or several times; choose another method")
+    reasons: list[str] = []
+    point = next(_slice_points(trace, path, reasons), None)
+    if point is None:
+        detail = "; ".join(reasons) or "no module receives the concatenation"
+        raise ValueError(f"{where} cannot be hooked together with the other operand: {detail}; choose another method")
+    return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
 
 
-def _name(trace: Trace, call: int) -> str:
-    return (trace.calls[call].name if call >= 0 else "") or "the model itself"
+# ------------------------------------------------------------------------------------------------------ behind the norm
+
+
+def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
+    """placement="after_norm": hook the output of a GroupNorm that would cancel kappa, and the input of the shortcut."""
+    found = detect_all(model, skips, call, "placement: 'after_norm'")
+    moved = [_behind_norm(found.trace, path, skip) for path, skip in zip(found.paths, skips, strict=True)]
+    if moved == list(skips):
+        raise ValueError(
+            f"placement: no skip of this {type(model).__name__} is followed by a GroupNorm, kappa acts in full already; "
+            "use placement='before'"
+        )
+    return moved
+
+
+def _behind_norm(trace: Trace, path: SkipPath, skip: LongSkip) -> LongSkip:
+    uses = [trace.nodes[child].name for child in trace.children[path.join]]
+    if "group_norm" not in uses:
+        return skip
+    points = tuple(_points_behind_norm(trace, path)) if path.op.dim == 1 and not path.earlier else ()
+    if len(points) != len(uses):
+        raise ValueError(
+            f"placement: skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}; 'after_norm' needs a "
+            "GroupNorm module and a shortcut module, each called once; use placement='before'"
+        )
+    return replace(skip, reach="full", after_norm=points)
+
+
+def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slot | OutputChannels]]:
+    """One hook point for each use of the concatenation by a module that receives only it and is called once."""
+    start, size = path.op.channels(path.position)
+    for use in (trace.nodes[child] for child in trace.children[path.join]):
+        call = trace.calls[use.call]
+        if [node for _, node in call.inputs] != [path.join] or trace.times_called(call) != 1:
+            continue
+        slot = call.inputs[0][0]
+        if use.name == "group_norm" and call.returned == {use.index}:
+            yield call.name, OutputChannels(start, size)
+        elif use.weighted and isinstance(slot, Argument):
+            yield call.name, ChannelSlice(slot, start, size, 1, sum(path.op.sizes))
+
+
+# ------------------------------------------------------------------------------------------------------ names and sizes
+
+
+def _made_in(trace: Trace, node: int) -> str:
+    """The outermost module whose only output is the node, else the one whose forward computes it."""
+    around = trace.stack(node)
+    giving = [index for index in around if trace.calls[index].returned == {node} and trace.calls[index].parent >= 0]
+    chosen = giving[0] if giving else (around[-1] if around else -1)
+    return trace.calls[chosen].name if chosen >= 0 else ""
+
+
+def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
+    """The module inside the consumer that receives the joined tensor, else the consumer."""
+    for call in trace.calls[consumer.index + 1 :]:
+        if call.start < consumer.end and any(node == path.join for _, node in call.inputs):
+            return call.name
+    return consumer.name
+
+
+def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
+    shape = trace.nodes[node].shape
+    last = _channels_last(trace, path, len(shape))
+    if not last or len(shape) != 3:
+        return SkipSize(shape[-1] if last else shape[1], channels_last=last)
+    batch_dim = int(shape[0] != shape[1] == _batch_size(trace))
+    return SkipSize(shape[-1], shape[1 - batch_dim], channels_last=True, batch_dim=batch_dim)
+
+
+def _batch_size(trace: Trace) -> int:
+    """The length of the example's times or labels; without any, its first dimension."""
+    shapes = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
+    one_each = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1]
+    return next(iter(one_each), shapes[0][0] if shapes else 0)
+
+
+def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
+    """As the concatenation says, else the first layer behind the join: linear layers have channels last."""
+    if ndim == 2:
+        return False  # (B, C)
+    if path.op.dim is not None and (path.op.dim != 1 or ndim > 3):
+        return path.op.dim == ndim - 1
+    seen = [path.join]
+    for node in seen:
+        if trace.nodes[node].weighted:
+            return not trace.nodes[node].name.startswith("conv")
+        seen += [child for child in trace.children[node] if child not in seen]
+    return False

@@ -1,4 +1,4 @@
-"""The torch functions that can bring a long skip into a decoder, cat, add and lerp, and their operands."""
+"""Join ops, the torch functions that can bring a long skip into a decoder (cat, add, lerp), and modes that act on them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ KINDS: dict[str, Kind] = {
 TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
-def name_of(func: Any) -> str:
-    """The plain name of a torch function, of a tensor method, or of a property that is a tensor; "__get__" of others."""
+def _name(func: Any) -> str:
+    """Name of a torch function, tensor method, or property that returns a tensor; "__get__" for other properties."""
     name = str(getattr(func, "__name__", func))
     if name == "__get__" and func.__self__.__name__ in TENSOR_PROPERTIES:
         return str(func.__self__.__name__)
@@ -30,7 +30,7 @@ def name_of(func: Any) -> str:
 
 @dataclass(frozen=True)
 class JoinCall:
-    """One call of a joining function; `addmm(input, a, b)` joins input and a (times b)."""
+    """One call of a join op; `addmm(input, a, b)` joins input and a (times b)."""
 
     name: str
     args: tuple[Any, ...]
@@ -50,7 +50,7 @@ class JoinCall:
         return given
 
     def dim(self) -> int:
-        """Along which dimension `cat` concatenates, from 0."""
+        """The dimension that `cat` concatenates along, counted from 0."""
         if self.name == "hstack":
             dim = 1
         elif len(self.args) > 1:
@@ -61,7 +61,7 @@ class JoinCall:
         return int(dim) % first.ndim
 
     def with_operand(self, position: int, change: Callable[[Tensor], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the same call with one operand changed."""
+        """The arguments of the call with one operand changed."""
         if self.kind == "cat":
             operands = self.operands()
             operands[position] = change(operands[position])
@@ -76,8 +76,8 @@ class JoinCall:
 
 
 @dataclass(frozen=True)
-class Which:
-    """A call of a torch function: its name, its number among all calls and, of a joining one, among those."""
+class OpCall:
+    """A call of a torch function: its name, its number among all calls, and its number among the join ops."""
 
     name: str
     op: int
@@ -85,7 +85,7 @@ class Which:
 
 
 class CountingMode(TorchFunctionMode):
-    """Sees every torch function in order and numbers the joining calls and all calls, the same way in every run."""
+    """Intercept every torch function and number the calls, the same way in every run; subclasses implement `on_call`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,41 +94,20 @@ class CountingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
+        name = _name(func)
         if name == "__get__":
             return func(*args, **kwargs)
         op, join = self.ops, self.joins
         self.ops += 1
         self.joins += name in KINDS
-        return self.seen(func, Which(name, op, join), args, kwargs)
+        return self.on_call(func, OpCall(name, op, join), args, kwargs)
 
-    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_call(self, func: Any, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
 
-class ScaleSlices(CountingMode):
-    """The oracle of placement="after_norm": scales some channels of what chosen calls give, or are given first."""
-
-    def __init__(self, given: frozenset[int], taken: frozenset[int], start: int, size: int, factor: float) -> None:
-        super().__init__()
-        self.given, self.taken, self.start, self.size, self.factor = given, taken, start, size, factor
-        self.hits = 0
-
-    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if which.op in self.taken:
-            args = (self._scaled(args[0]), *args[1:])
-        result = func(*args, **kwargs)
-        return self._scaled(result) if which.op in self.given else result
-
-    def _scaled(self, tensor: Tensor) -> Tensor:
-        self.hits += 1
-        factors = torch.ones(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
-        factors[self.start : self.start + self.size] = self.factor
-        return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
-
-
 class ScaleOperand(CountingMode):
-    """The oracle: multiplies chosen operands (of joining calls, by number) by a factor; keeps what chosen calls give."""
+    """Multiply chosen operands (join number: operand position) by a factor; keep the outputs of the `watched` ops."""
 
     def __init__(self, operands: dict[int, int], factor: float, watched: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -136,14 +115,34 @@ class ScaleOperand(CountingMode):
         self.hits = 0
         self.outputs: dict[int, list[Tensor]] = {}
 
-    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if which.name in KINDS and which.join in self.operands:
+    def on_call(self, func: Any, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.name in KINDS and call.join in self.operands:
             self.hits += 1
-            args, kwargs = JoinCall(which.name, args, kwargs).with_operand(
-                self.operands[which.join], lambda t: t * self.factor
-            )
+            position = self.operands[call.join]
+            args, kwargs = JoinCall(call.name, args, kwargs).with_operand(position, lambda t: t * self.factor)
         result = func(*args, **kwargs)
-        if which.op in self.watched:
-            given = result if isinstance(result, (list, tuple)) else [result]
-            self.outputs[which.op] = [item.detach().clone() for item in given if isinstance(item, Tensor)]
+        if call.op in self.watched:
+            outputs = result if isinstance(result, (list, tuple)) else [result]
+            self.outputs[call.op] = [item.detach().clone() for item in outputs if isinstance(item, Tensor)]
         return result
+
+
+class ScaleSlices(CountingMode):
+    """Multiply a slice of channels by a factor: in the output of some ops, in the first input of others."""
+
+    def __init__(self, outputs: frozenset[int], inputs: frozenset[int], start: int, size: int, factor: float) -> None:
+        super().__init__()
+        self.outputs_of, self.inputs_of, self.start, self.size, self.factor = outputs, inputs, start, size, factor
+        self.hits = 0
+
+    def on_call(self, func: Any, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call.op in self.inputs_of:
+            args = (self._scale(args[0]), *args[1:])
+        result = func(*args, **kwargs)
+        return self._scale(result) if call.op in self.outputs_of else result
+
+    def _scale(self, tensor: Tensor) -> Tensor:
+        self.hits += 1
+        factors = torch.ones(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        factors[self.start : self.start + self.size] = self.factor
+        return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))

@@ -1,7 +1,7 @@
 """One forward pass as a graph: which tensor was computed from which, in which module call.
 
-Nodes are tensors that depend on the input, in the order they were made. A node is `weighted` where its operation mixes the
-data with a weight matrix or kernel of the model. A module call is an interval of nodes.
+Nodes are tensors that depend on the input, in the order they were computed. A node is `weighted` if its op mixes the data
+with a weight matrix or kernel of the model. A module call is an interval of nodes.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalelong.skips.example import is_meta, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.long_skip import Argument, Call, Item
-from scalelong.skips.tracing.join_ops import KINDS, CountingMode, JoinCall, Kind, Which
+from scalelong.skips.tracing.join_ops import KINDS, CountingMode, JoinCall, Kind, OpCall
 
-INPUT = "input"  # the name of a node that no function made
+INPUT = "input"  # name of the nodes that are inputs of the model
 
 ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
     *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "sub", "sub_", "__sub__", "__rsub__", "div", "div_"),
     *("__truediv__", "addcmul", "addcmul_", "where", "layer_norm", "group_norm", "batch_norm", "rms_norm"),
     *("instance_norm", "expand", "expand_as", "prelu", "__setitem__", "copy_"),
 }
-
-
-ONLY_SHAPE = frozenset(  # what they give has the shape or type of their input, and nothing of its values
-    {
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "zeros_like", "ones_like", "empty_like"),
-        *("full_like", "rand_like", "randn_like", "randint_like"),
-    }
-)
+ONLY_SHAPE = frozenset({  # their outputs depend on the shape and dtype of the input, not on its values
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "zeros_like", "ones_like", "empty_like"),
+    *("full_like", "rand_like", "randn_like", "randint_like"),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Join:
-    """A joining call: its number, its operands (None: not computed from the input) and, of `cat`, where they stand."""
+    """The join op that made a node; operands are nodes, None where they do not depend on the input."""
 
-    ordinal: int
+    ordinal: int  # its number among the join ops
     kind: Kind
     operands: tuple[int | None, ...]
-    dim: int | None
-    sizes: tuple[int, ...]  # of each operand along `dim`
+    dim: int | None  # of `cat`
+    sizes: tuple[int, ...]  # of `cat`: width of each operand along `dim`
+
+    def channels(self, position: int) -> tuple[int, int]:
+        """Start and width of an operand in the concatenation."""
+        return sum(self.sizes[:position]), self.sizes[position]
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,18 @@ class Node:
 
     index: int
     parents: tuple[int, ...]
-    name: str  # of the function that made it
-    op: int  # the number of that call
-    call: int  # the innermost module call around it
+    name: str  # of the op that made it
+    op: int  # number of the op
+    call: int  # innermost module call around it
     shape: tuple[int, ...]
     weighted: bool = False
-    weight: str | None = None  # the parameter it was weighted with
+    weight: str | None = None  # name of the weight
     join: Join | None = None
-
-
-Spot = Argument | Item
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module: nodes start <= index < end were made in it."""
+    """One call of a module; it made the nodes start <= index < end."""
 
     index: int
     name: str
@@ -75,9 +72,9 @@ class ModuleCall:
     parent: int  # -1: the model itself
     start: int
     end: int = -1
-    given: list[tuple[Spot, int]] = field(default_factory=list)  # where in the call which node stood
-    lists: list[tuple[list[Any], int, Argument]] = field(default_factory=list)  # lists it was handed, with their length
-    drained: set[Argument] = field(default_factory=set)  # lists that the call itself changed
+    inputs: list[tuple[Argument | Item, int]] = field(default_factory=list)  # slots that carried nodes
+    lists: list[tuple[list[Any], int, Argument]] = field(default_factory=list)  # list arguments and their lengths
+    drained: set[Argument] = field(default_factory=set)  # list arguments whose length it changed
     returned: set[int] = field(default_factory=set)
 
     def holds(self, node: int) -> bool:
@@ -95,7 +92,7 @@ class Trace:
         self.children: list[list[int]] = [[] for _ in self.nodes]
         self.ancestors: list[int] = []  # one bit per node, itself included
         weighted = 0
-        self.depth: list[int] = []  # number of weighted operations a node depends on
+        self.depth: list[int] = []  # number of weighted ops that a node depends on
         for node in self.nodes:
             bits = 1 << node.index
             weighted |= bits if node.weighted else 0
@@ -109,7 +106,7 @@ class Trace:
         return bool(self.ancestors[last] >> first & 1)
 
     def weights_between(self, first: int, last: int, at_most: int) -> int:
-        """The number of weighted operations after `first` that `last` needs, counted no further than `at_most`."""
+        """Number of weighted ops on the paths from `first` to `last`, capped at `at_most`."""
         found = 0
         for node in self.nodes[first + 1 : last + 1]:
             if node.weighted and self.leads_to(first, node.index) and self.leads_to(node.index, last):
@@ -119,19 +116,25 @@ class Trace:
         return found
 
     def stack(self, node: int) -> list[int]:
-        """The module calls around a node, outermost first."""
+        """Module calls around a node, outermost first."""
         calls, call = [], self.nodes[node].call
         while call >= 0:
             calls.append(call)
             call = self.calls[call].parent
         return calls[::-1]
 
-    def times_called(self, module: nn.Module) -> int:
-        return sum(call.module is module for call in self.calls)
+    def times_called(self, call: ModuleCall) -> int:
+        """How often the module of a call is called."""
+        return sum(other.module is call.module for other in self.calls)
+
+    def module_name(self, node: int) -> str:
+        """Name of the innermost module around a node, for messages."""
+        call = self.nodes[node].call
+        return (self.calls[call].name if call >= 0 else "") or "the model itself"
 
 
 class _Recorder(CountingMode):
-    """Builds the nodes; `enter` and `leave` are the hooks of every module."""
+    """Record nodes; `enter` and `leave` are hooks on every module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -139,8 +142,8 @@ class _Recorder(CountingMode):
         self.calls: list[ModuleCall] = []
         self.open: list[int] = []
         self.node_of = WeakTensorKeyDictionary()
-        self.weight_of = WeakTensorKeyDictionary()  # parameters and what is computed of parameters only
-        self.constants = WeakTensorKeyDictionary()  # what is computed of neither
+        self.weight_of = WeakTensorKeyDictionary()  # parameters, and tensors computed from parameters alone
+        self.constants = WeakTensorKeyDictionary()  # tensors computed from neither parameters nor inputs
         self.module_names = {module: name for name, module in model.named_modules()}
         for name, parameter in model.named_parameters():
             self.weight_of[parameter] = name
@@ -151,12 +154,12 @@ class _Recorder(CountingMode):
         self.nodes.append(node)
         self.node_of[tensor] = node.index
 
-    def seen(self, func: Any, which: Which, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, op = which.name, which.op
+    def on_call(self, func: Any, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, op = call.name, call.op
         given = list(tensors_in([args, kwargs]))
         parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of and name not in ONLY_SHAPE]
         weights = [(tensor, self.weight_of[tensor]) for tensor in given if tensor in self.weight_of]
-        found = self._join(JoinCall(name, args, kwargs), which.join) if name in KINDS and parents else None
+        found = self._join(JoinCall(name, args, kwargs), call.join) if name in KINDS and parents else None
         result = func(*args, **kwargs)
         if name in ("__setitem__", "copy_"):
             self.add(args[0], parents, name, op)
@@ -166,7 +169,7 @@ class _Recorder(CountingMode):
         weighted = matrix is not None and name not in ELEMENTWISE
         for tensor in tensors_in(result):
             if not in_place and any(tensor is other for other in given):
-                continue  # contiguous(), to() and the like gave their input back
+                continue  # contiguous(), to() and others may return their input
             if parents:
                 self.add(tensor, parents, name, op, weighted=weighted, weight=matrix if weighted else None, join=found)
             elif weights and tensor not in self.weight_of:
@@ -188,11 +191,11 @@ class _Recorder(CountingMode):
         call = ModuleCall(len(self.calls), self.module_names[module], module, parent, len(self.nodes))
         for argument, value in _named_arguments(module, args, kwargs):
             if isinstance(value, Tensor) and value in self.node_of:
-                call.given.append((argument, self.node_of[value]))
+                call.inputs.append((argument, self.node_of[value]))
             elif isinstance(value, (tuple, list)):
                 for at, item in enumerate(value):
                     if isinstance(item, Tensor) and item in self.node_of:
-                        call.given.append((Item(argument, at - len(value)), self.node_of[item]))
+                        call.inputs.append((Item(argument, at - len(value)), self.node_of[item]))
                 if isinstance(value, list):
                     call.lists.append((value, len(value), argument))
         self.calls.append(call)
@@ -202,7 +205,7 @@ class _Recorder(CountingMode):
         call = self.calls[self.open[-1]]
         with torch._C.DisableTorchFunction():
             sources = [self.node_of[t] for t in tensors_in([args, kwargs]) if t in self.node_of]
-            for tensor in tensors_in(result):  # one that no torch function gave comes of a function out of our sight
+            for tensor in tensors_in(result):  # a tensor from outside torch functions, e.g. a custom op
                 if sources and not any(tensor in known for known in (self.node_of, self.weight_of, self.constants)):
                     weight = next((self.weight_of[p] for p in module.parameters() if p in self.weight_of), None)
                     self.add(tensor, sources, "module", weighted=weight is not None, weight=weight)
@@ -229,7 +232,7 @@ def _named_arguments(
 
 
 def trace(model: nn.Module, call: Call) -> Trace:
-    """Run the model once on the example, without gradients, and return the graph. The model is left as it was."""
+    """Run the model once on the example, without gradients and without side effects, and return the graph."""
     recorder = _Recorder(model)
     handles = []
     with undisturbed(model), torch.no_grad():
@@ -240,7 +243,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
         try:
             for module in model.modules():
                 if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                    continue  # the compiled module inside is the one that hooks can be put on
+                    continue  # cannot be hooked; the module inside an OptimizedModule can
                 handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
             with recorder:
@@ -250,7 +253,7 @@ def trace(model: nn.Module, call: Call) -> Trace:
                 handle.remove()
     if not any(tensor in recorder.node_of for tensor in tensors_in(result)):
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
-        hint = " (it has scripted parts, which cannot be looked into: script it after scaling)" if scripted else ""
+        hint = " (it has scripted parts, which cannot be traced: script it after scaling)" if scripted else ""
         name = type(model).__name__
         raise ValueError(f"example: the output of {name} does not depend on it{hint}; nothing can be traced")
     return Trace(recorder.nodes, recorder.calls)

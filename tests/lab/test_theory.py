@@ -1,4 +1,4 @@
-"""`scalelong theory`: the table, the pictures and the files of real studies."""
+"""The table, the figures and the files of real studies."""
 
 import csv
 import json
@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scalelong.cli.theory import markdown_table, text_table, write
-from scalelong.lab import STUDIES, Study
-from scalelong.lab.pictures import draw
+from scalelong.lab import STUDIES, Study, as_text, draw, markdown_table, run_study, write
 
 
 @pytest.fixture(scope="module")
 def studies() -> list[Study]:
-    return [study(True, 0) for study in STUDIES.values()]
+    return [run_study(name, quick=True) for name in STUDIES]
 
 
 def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study]) -> None:
@@ -27,7 +25,7 @@ def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study])
 
 def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:
     findings = [finding for study in studies for finding in study.findings]
-    write(studies, findings, tmp_path)
+    write(studies, tmp_path)
     assert len(json.loads((tmp_path / "theory.json").read_text())) == 4
     with (tmp_path / "theory.csv").open() as file:
         assert [row["verdict"] for row in csv.DictReader(file)] == [finding.verdict for finding in findings]
@@ -37,9 +35,9 @@ def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:
             assert picture.convert("L").getextrema()[0] < 100  # something is drawn
 
 
-def test_tables_hold_every_word(studies: list[Study]) -> None:
+def test_texts_contain_every_word(studies: list[Study]) -> None:
     findings = studies[0].findings
-    words = text_table(findings).split()
+    words = as_text(findings).split()
     for finding in findings:
         assert set(finding.measurement.split()) <= set(words)
     rows = markdown_table(findings).splitlines()

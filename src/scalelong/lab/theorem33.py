@@ -5,22 +5,23 @@ Shapes: R networks, N skips; a gradient is of one sample's loss l = ||eps - UNet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from scalelong.lab.findings import UP_TO_CONSTANTS, Finding, Study, fails, judged
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import (
+from scalelong.lab import METHOD_COLOURS, Finding, Study, finish, judge, panels
+from scalelong.lab.matrix_unet import (
+    GAINS,
     METHODS,
-    PAPER_GAIN,
-    UNIT_GAIN,
+    MatrixUNet,
     coefficients_of,
-    draw_weights_,
     matrices,
     noisy_inputs,
+    sample_weights_,
 )
 
 LAYERS = 2
@@ -36,7 +37,7 @@ def gradient_ratios(
 ) -> Tensor:
     """||grad_W l||^2 / (l ||x||^2) of every matrix, (2, N, layers) float64: a_i, then b_i.
 
-    With a `direction` v it takes the place of the residual UNet(x) - eps that is sent back: l = ||v||^2.
+    A `direction` v replaces the residual UNet(x) - eps that is propagated back: l = ||v||^2.
     """
     output = model(x[None], coefficients)[0]
     residual = output.detach() - noise if direction is None else direction
@@ -49,13 +50,13 @@ def gradient_ratios(
 def measure(
     num_skips: int, width: int, gain: float, networks: int, seed: int, kappas: Sequence[float] = (0.7,)
 ) -> dict[tuple[str, float, str], Tensor]:
-    """gradient_ratios on the same networks, (R, 2, N, layers), by method, kappa and what is sent back."""
+    """gradient_ratios on the same networks, (R, 2, N, layers), by method, kappa and what is propagated back."""
     model = MatrixUNet(width, LAYERS, num_skips)
     generator = torch.Generator().manual_seed(seed)
     inputs, noises = noisy_inputs(networks, width, seed)
     found: dict[tuple[str, float, str], list[Tensor]] = {}
     for x, noise in zip(inputs, noises, strict=True):
-        draw_weights_(model, generator, gain)
+        sample_weights_(model, generator, gain)
         fixed = torch.randn(width, generator=generator)
         for method in METHODS if len(kappas) == 1 else ("cs",):
             for kappa in kappas:
@@ -66,16 +67,16 @@ def measure(
     return {key: torch.stack(ratios) for key, ratios in found.items()}
 
 
-def study_theorem33(quick: bool = False, seed: int = 0) -> Study:
+def study(quick: bool = False, seed: int = 0) -> Study:
     """Ratio of the gradient to the bound: without c_3, with the middle block's path in it, and under the stated init."""
     depths, width, networks = ((2, 4, 16), 64, 10) if quick else ((2, 4, 8, 16, 32), 128, 32)
     table: list[dict[str, Any]] = []
     for n in depths:
-        for init, gain in (("unit", UNIT_GAIN), ("paper", PAPER_GAIN)):
+        for init, gain in GAINS.items():
             for (method, kappa, sent), ratios in measure(n, width, gain, networks, seed + n).items():
                 row = {"num_skips": n, "init": init, "method": method, "sent": sent}
                 table.append(row | _ranges(ratios, coefficients_of(method, n, kappa)))
-    swept = measure(8, width, UNIT_GAIN, networks, seed, (0.3, 0.5, 0.7, 0.9, 1.0))
+    swept = measure(8, width, GAINS["unit"], networks, seed, (0.3, 0.5, 0.7, 0.9, 1.0))
     sweep = [
         {"kappa": kappa, "sent": sent, **_ranges(ratios, coefficients_of("cs", 8, kappa))}
         for (_, kappa, sent), ratios in swept.items()
@@ -86,7 +87,7 @@ def study_theorem33(quick: bool = False, seed: int = 0) -> Study:
 
 
 def _ranges(ratios: Tensor, coefficients: Sequence[float]) -> dict[str, float]:
-    """Smallest and largest over the matrices of the median over networks (a mean hangs on a few of them).
+    """Smallest and largest over the matrices of the median over networks (a few networks dominate the mean).
 
     The ratio is to sum_{j>=i} kappa_j^2 alone (printed), and to that plus 1.
     """
@@ -116,51 +117,89 @@ def _listed(series: list[tuple[int, float]]) -> str:
 def _about_paper(table: list[dict[str, Any]]) -> Finding:
     series = _largest(_select(table, init="paper", method="none", sent="residual"), "printed_max")
     growth = (series[-1][1] / series[0][1]) ** (1 / (series[-1][0] - series[0][0]))
-    return Finding(
+    return judge(
         "Theorem 3.3 with every matrix N(0, 2/m), as stated",
         "ratio to l ||x||^2 sum_{j>=i} kappa_j^2 bounded by a constant for all N",
         f"kappa = 1: largest ratio {_listed(series)}: x{growth:.1f} per skip",
-        judged(growth > 2, fails("the gain of 2 per block enters here too: the constant grows about as 4^N")),
+        growth > 2,
+        "fails as printed: the gain of 2 per block enters here too: the constant grows about as 4^N",
     )
 
 
 def _about_rest(table: list[dict[str, Any]]) -> Finding:
     series = _largest(_select(table, init="unit", method="cs", sent="fixed"), "printed_max")
-    return Finding(
+    return judge(
         "Theorem 3.3 with unit-gain blocks: c_3 is a small constant",
         "for CS the gradient of inner blocks falls as kappa^(2(i-1))",
         f"cs(0.7): largest ratio without c_3 {_listed(series)}",
-        judged(
-            series[-1][1] > 3 * series[0][1],
-            fails("the middle block's path carries l ||x||^2 to every block, whatever kappa; c_3 ~ l ||x||^2"),
-        ),
+        series[-1][1] > 3 * series[0][1],
+        "fails as printed: the middle block's path carries l ||x||^2 to every block, whatever kappa; c_3 ~ l ||x||^2",
     )
 
 
 def _about_fixed(table: list[dict[str, Any]]) -> Finding:
     rows = _select(table, init="unit", sent="fixed")
     low, high = min(row["low"] for row in rows), max(row["high"] for row in rows)
-    return Finding(
+    return judge(
         "Theorem 3.3 with unit-gain blocks, c_3 = l ||x||^2, a residual independent of the weights",
         "ratio to l ||x||^2 (sum_{j>=i} kappa_j^2 + 1): on average 4 for a block's last matrix, 2 for the others, at any N",
         f"{low:.2f} .. {high:.2f} over all matrices, methods and N up to {max(row['num_skips'] for row in rows)}",
-        judged(high < 12, UP_TO_CONSTANTS),
+        high < 12,
+        "holds up to constants",
     )
 
 
 def _about_residual(table: list[dict[str, Any]], sweep: list[dict[str, Any]]) -> Finding:
-    by_method = {m: _largest(_select(table, init="unit", method=m, sent="residual"), "high") for m in METHODS}
+    none, cs = (
+        _largest(_select(table, init="unit", method=method, sent="residual"), "high") for method in ("none", "cs")
+    )
     by_kappa = ", ".join(f"{row['high']:.1f} ({row['kappa']})" for row in sweep if row["sent"] == "residual")
-    none, cs = by_method["none"], by_method["cs"]
-    return Finding(
-        "Theorem 3.3 as there, with the true residual UNet(x) - eps",
+    return judge(
+        "Theorem 3.3, the same with the true residual UNet(x) - eps",
         "the same constants (Lemma B.11)",
         f"largest ratio with kappa = 1 {_listed(none)}; with cs(0.7) {_listed(cs)}; cs at N = 8 by kappa: {by_kappa}",
-        judged(
-            none[-1][1] > 1.5 * none[0][1],
-            fails(
-                "the residual holds the output of the same weights, so Lemma B.11, for a fixed vector, does not apply; "
-                "without scaling the constant grows with N"
-            ),
-        ),
+        none[-1][1] > 1.5 * none[0][1],
+        "fails as printed: the residual contains the output of the same weights, so Lemma B.11, for a fixed vector, does not "
+        "apply; without scaling the constant grows with N",
     )
+
+
+def figure(data: Mapping[str, Any]) -> Figure:
+    """Ratio of the gradient to the bound: against N, against kappa, and to the bound as printed."""
+    canvas, (depth, kappa, paper) = panels(3)
+    for method, colour in METHOD_COLOURS.items():
+        for sent, style in (("residual", "o-"), ("fixed", "s--")):
+            rows = _select(data["table"], init="unit", method=method, sent=sent)
+            label = method if sent == "residual" else None
+            depth.plot(*_columns(rows, "num_skips", "high"), style, color=colour, label=label, ms=4)
+    depth.plot([], [], "s--", color="tab:gray", ms=4, label="residual independent of the weights")
+    depth.loglog()
+    depth.set_xticks([row["num_skips"] for row in rows], [str(row["num_skips"]) for row in rows])
+    depth.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
+    depth.minorticks_off()
+    ratio = "||∇l||² / (l ||x||² (Σκ² + 1))"
+    finish(depth, "Unit-gain blocks: largest over matrices, median network", "number of skips N", ratio)
+    for sent, colour in (("residual", "tab:blue"), ("fixed", "tab:orange")):
+        rows = [row for row in data["sweep"] if row["sent"] == sent]
+        label = "true residual" if sent == "residual" else "independent residual"
+        at, low, high = _columns(rows, "kappa", "low", "high")
+        kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=label)
+    kappa.set_yscale("log")
+    kappa.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    kappa.minorticks_off()
+    finish(kappa, "CS, N = 8: range of the ratio by κ", "κ", "same ratio, smallest to largest")
+    for init, method, sent, colour, label in (
+        ("paper", "none", "residual", "tab:red", "N(0, 2/m) as stated, κ = 1"),
+        ("unit", "cs", "fixed", "tab:green", "unit gain, cs(0.7), without c₃"),
+    ):
+        rows = _select(data["table"], init=init, method=method, sent=sent)
+        paper.plot(*_columns(rows, "num_skips", "printed_max"), "o-", color=colour, label=label, ms=4)
+    depths = np.array(sorted({r["num_skips"] for r in data["table"]}), dtype=float)
+    paper.plot(depths, 4.0**depths, ":", color="tab:gray", label="4ᴺ")
+    paper.set_yscale("log")
+    finish(paper, "Ratio to the bound as printed", "number of skips N", "||∇l||² / (l ||x||² Σκ²), largest")
+    return canvas
+
+
+def _columns(rows: list[dict[str, Any]], *keys: str) -> list[list[float]]:
+    return [[row[key] for row in rows] for key in keys]

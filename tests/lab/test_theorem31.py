@@ -5,17 +5,17 @@ import math
 import pytest
 import torch
 
-from scalelong.lab.forward import fit_line, index_effect, measure_ratios, rho_of, skip_weights
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import (
+from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, noisy_inputs, sample_weights_
+from scalelong.lab.theorem31 import (
     change_gain_,
     coefficient_sets,
-    coefficients_of,
-    draw_weights_,
     feedforward_spread,
+    fit_line,
     hidden_squared,
-    mean_hidden_squared,
-    noisy_inputs,
+    index_effect,
+    measure_ratios,
+    rho_of,
+    skip_weights,
 )
 
 
@@ -27,6 +27,13 @@ def test_all_sets_at_once_equal_the_network() -> None:
     for s, row in enumerate(sets.tolist()):
         for i, hidden in enumerate(model.hidden(x, row)):
             torch.testing.assert_close(found[i, s], hidden.double().square().sum(1), rtol=1e-4, atol=0)
+
+
+def mean_hidden_squared(coefficients: list[float], i: int, gain: float) -> float:
+    """E||h_i||^2 / ||x||^2 over the weights, as derived in theorem31.py."""
+    n = len(coefficients)
+    skips = sum(coefficients[j - 1] ** 2 * gain ** (2 * j - i) for j in range(i + 1, n + 1))
+    return skips + gain ** (2 * n + 1 - i)
 
 
 def test_mean_formula_solves_the_recursion() -> None:
@@ -72,10 +79,10 @@ def test_h_i_does_not_depend_on_kappa_i() -> None:
 def test_proportional_to_the_sum_of_squares_with_unit_gain() -> None:
     sets = coefficient_sets(6, 0)
     mean = measure_ratios(128, sets, 40, 2)[1.0].mean(0)
-    assert fit_line(sets.square().sum(1), mean[0]).r_squared > 0.97
+    assert fit_line(sets.square().sum(1), mean[0])["r_squared"] > 0.97
     assert (
-        fit_line(sets[:, 3:].square().sum(1), mean[3]).r_squared
-        > fit_line(sets[:, 2:].square().sum(1), mean[3]).r_squared
+        fit_line(sets[:, 3:].square().sum(1), mean[3])["r_squared"]
+        > fit_line(sets[:, 2:].square().sum(1), mean[3])["r_squared"]
     )
 
 
@@ -94,9 +101,9 @@ def test_rho_is_the_literal_one() -> None:
     assert rho_of(ratios, 1.0) == pytest.approx(0.095, abs=1e-3)
 
 
-def test_change_of_gain_equals_a_draw_at_that_gain() -> None:
-    one = draw_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 1.0)
-    two = draw_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 2.0)
+def test_change_of_gain_equals_weights_sampled_at_that_gain() -> None:
+    one = sample_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 1.0)
+    two = sample_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 2.0)
     change_gain_(one, 1.0, 2.0)
     for left, right in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(left, right)
@@ -106,4 +113,4 @@ def test_coefficients_of_methods() -> None:
     assert coefficients_of("none", 3) == [1, 1, 1]
     assert coefficients_of("cs", 3, 0.5) == [1, 0.5, 0.25]
     assert coefficients_of("cs_reversed", 3, 0.5) == [0.125, 0.25, 0.5]
-    assert fit_line(torch.tensor([0.0, 1, 2]), torch.tensor([1.0, 3, 5])).slope == pytest.approx(2)
+    assert fit_line(torch.tensor([0.0, 1, 2]), torch.tensor([1.0, 3, 5]))["slope"] == pytest.approx(2)

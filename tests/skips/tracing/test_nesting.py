@@ -101,7 +101,7 @@ class Levels(nn.Module):
 )
 def test_a_decoder_that_joins_in_two_ways_is_refused(blocks: Sequence[type[nn.Module]], place: str) -> None:
     with pytest.raises(scalelong.skips.NoLongSkipsError, match=f"{place}.*not all skips would be scaled"):
-        scalelong.find_skips(Decoder(blocks), *image())
+        scalelong.find_skips(Decoder(blocks), example=image())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_decoder_that_joins_in_two_ways_is_refused(blocks: Sequence[type[nn.Mo
 )
 def test_levels_of_two_classes_are_refused(letters: str, add: bool, place: str) -> None:
     with pytest.raises(scalelong.skips.NoLongSkipsError, match=rf"but {place} joins another \(by"):
-        scalelong.find_skips(Levels(letters, add), *image())
+        scalelong.find_skips(Levels(letters, add), example=image())
 
 
 def test_a_second_u_of_another_class_is_refused() -> None:
@@ -129,12 +129,12 @@ def test_a_second_u_of_another_class_is_refused() -> None:
     model.first, model.second = Decoder((Cat, Cat, Cat)), Smaller((Add, Add))
     model.forward = lambda x: model.second(model.first(x))
     with pytest.raises(scalelong.skips.NoLongSkipsError, match=r"but second\.up\.1 joins another"):
-        scalelong.find_skips(model, *image())
+        scalelong.find_skips(model, example=image())
 
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_residual_of_the_middle_is_no_skip(residual: bool) -> None:
-    assert [skip.used_in for skip in scalelong.find_skips(Decoder((Cat, Cat, Cat), residual), *image())] == [
+    assert [skip.used_in for skip in scalelong.find_skips(Decoder((Cat, Cat, Cat), residual), example=image())] == [
         "up.2.conv",
         "up.1.conv",
         "up.0.conv",
@@ -142,7 +142,7 @@ def test_a_residual_of_the_middle_is_no_skip(residual: bool) -> None:
 
 
 def test_levels_of_one_class_are_found() -> None:
-    assert len(scalelong.find_skips(Levels("LLL", add=False), *image())) == 3
+    assert len(scalelong.find_skips(Levels("LLL", add=False), example=image())) == 3
 
 
 class TwoBranches(nn.Module):
@@ -161,4 +161,4 @@ class TwoBranches(nn.Module):
 
 def test_a_branch_with_layers_of_its_own_is_no_skip() -> None:
     with pytest.raises(scalelong.skips.NoLongSkipsError, match="no long skip connections"):
-        scalelong.find_skips(TwoBranches(), *image())
+        scalelong.find_skips(TwoBranches(), example=image())

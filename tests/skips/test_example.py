@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import scalelong
-from scalelong.skips.tracing.operands import skip_shapes
+from scalelong.skips.attach import skip_shapes
 from tests.standins import GatedBranch, TutorialUNet, image, randn
 
 
@@ -24,7 +24,7 @@ class TestNothingIsChanged:
         model.down2.eval()
         modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-        scalelong.find_skips(model, *image())
+        scalelong.find_skips(model, example=image())
         assert [m.training for m in model.modules()] == modes
         assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), states[0])
@@ -51,7 +51,7 @@ class TestNothingIsChanged:
         assert random.getstate() == states[1]
         assert np.array_equal(np.random.get_state()[1], states[2])
 
-    def test_what_a_forward_assigns_anew_comes_back(self) -> None:
+    def test_attributes_assigned_by_a_forward_are_restored(self) -> None:
         class Caching(TutorialUNet):
             """A new tensor in place of a buffer, and a cache with the number that says how large it is."""
 
@@ -70,7 +70,7 @@ class TestNothingIsChanged:
         model = Caching()
         kept, expected = dict(model.named_buffers()), copy.deepcopy(model)(*image())
         for look in (
-            lambda: scalelong.find_skips(model, *image()),
+            lambda: scalelong.find_skips(model, example=image()),
             lambda: scalelong.apply(model, "cs", example=image(), kappa=1.0),
         ):
             look()
@@ -96,13 +96,13 @@ class TestNothingIsChanged:
 
     def test_the_same_skips_are_found_every_time(self) -> None:
         model = TutorialUNet()
-        assert scalelong.find_skips(model, *image()) == scalelong.find_skips(model, *image())
+        assert scalelong.find_skips(model, example=image()) == scalelong.find_skips(model, example=image())
 
     def test_a_scaled_model_shows_the_same_skips(self) -> None:
         model = TutorialUNet()
-        before = scalelong.find_skips(model, *image())
+        before = scalelong.find_skips(model, example=image())
         scalelong.apply(model, "universal", kappa=0.5, example=image())
-        assert scalelong.find_skips(model, *image()) == before
+        assert scalelong.find_skips(model, example=image()) == before
 
 
 class TestBadInput:
@@ -119,7 +119,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"no example input.*example=\(x, t\)"):
             scalelong.apply(TutorialUNet(), "cs")
 
-    def test_an_example_of_the_wrong_sort(self) -> None:
+    def test_an_example_of_the_wrong_type(self) -> None:
         with pytest.raises(TypeError, match=r"example: must be a tensor.*got int"):
             scalelong.apply(TutorialUNet(), "cs", example=3)
 
@@ -129,13 +129,13 @@ class TestBadInput:
                 return torch.zeros(2, 3)
 
         with pytest.raises(ValueError, match="does not depend on it"):
-            scalelong.find_skips(Deaf(), *image())
+            scalelong.find_skips(Deaf(), example=image())
 
     def test_a_sequence_of_layers_would_run_the_gates_as_a_layer(self) -> None:
         with pytest.raises(TypeError, match="make it an attribute of a module"):
             scalelong.apply(nn.Sequential(TutorialUNet()), "cs", example=image())
 
-    def test_another_path_than_the_examples_is_refused_when_it_is_taken(self) -> None:
+    def test_a_call_on_another_path_than_the_examples_is_refused(self) -> None:
         class Careless(GatedBranch):
             """On bright images the wide layers get the hidden state twice as wide, and no skip."""
 
@@ -146,7 +146,7 @@ class TestBadInput:
 
         model = Careless()
         scalelong.apply(model, "cs", kappa=0.5, example=image())
-        with pytest.raises(ValueError, match="handed 8 channels, not the 16 that hold the skip"):
+        with pytest.raises(ValueError, match="received 8 channels, not the 16 that contain the skip"):
             model(image()[0] + 5)
 
     def test_a_branch_without_skips_is_left_alone(self) -> None:
@@ -167,7 +167,7 @@ def test_an_example_may_be_given_in_several_ways(example) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="older torch compiles while we look")
-def test_a_model_of_compiled_blocks_is_looked_at_as_it_was_written() -> None:
+def test_a_model_of_compiled_blocks_is_traced_in_eager_mode() -> None:
     plain = TutorialUNet().eval()
     model = copy.deepcopy(plain)
     for name in ("down1", "down2", "up1"):
@@ -178,10 +178,10 @@ def test_a_model_of_compiled_blocks_is_looked_at_as_it_was_written() -> None:
     torch.testing.assert_close(model(*image()), plain(*image()), rtol=1e-5, atol=1e-6)
 
 
-def test_scripted_parts_are_named_as_what_hides_the_skips() -> None:
+def test_scripted_parts_are_named_in_the_error() -> None:
     model = TutorialUNet()
     model.down1 = torch.jit.script(model.down1)
-    with pytest.raises(ValueError, match="scripted parts, which cannot be looked into: script it after scaling"):
+    with pytest.raises(ValueError, match="scripted parts, which cannot be traced: script it after scaling"):
         scalelong.apply(model, "cs", example=image())
 
 
@@ -191,7 +191,7 @@ def test_what_is_scaled_in_inference_mode_can_be_trained(method: str) -> None:
     with torch.inference_mode():
         scalelong.apply(model, method, example=image())
         scalelong.apply(TutorialUNet(), method, example=image())  # made there, too: its buffers count no changes
-        assert all(check.gradient_error is not None for check in scalelong.verify(model, *image()).checks)
+        assert all(check.gradient_error is not None for check in scalelong.verify(model, example=image()).checks)
     model(*image()).square().mean().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -218,5 +218,5 @@ class Resizing(nn.Module):
 
 def test_the_shape_of_a_skip_is_that_at_its_join() -> None:
     model, example = Resizing(), (randn(1, 3, 16, 16),)
-    skips = scalelong.find_skips(model, *example)
+    skips = scalelong.find_skips(model, example=example)
     assert skip_shapes(model, skips, (example, {})) == [(1, 4, 4, 4), (1, 4, 4, 4)]

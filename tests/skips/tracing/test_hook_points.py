@@ -1,4 +1,4 @@
-"""Finding the long skips of networks nobody told us about."""
+"""Finding the long skips of unknown networks, and where to hook them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import scalelong
 from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, LongSkip
-from scalelong.skips.tracing.detect import detect
-from tests.families import FAMILIES, Family, build
+from scalelong.skips.tracing.hook_points import detect
+from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build
 from tests.packages import Packaged, monai_networks, tried
 from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, SkipEncoder, StandIn, image, randn
 from tests.without_skips import WITHOUT_SKIPS
@@ -34,7 +34,7 @@ def test_every_skip_is_found_and_scaled_as_the_oracle_does(stand_in: StandIn) ->
     model = made(stand_in)
     handle = scalelong.apply(model, "cs", kappa=0.5, example=stand_in.inputs())
     assert [skip.index for skip in handle.skips] == list(range(1, stand_in.num_skips + 1))
-    report = scalelong.verify(model, *stand_in.inputs())
+    report = scalelong.verify(model, example=stand_in.inputs())
     assert len(report.checks) == stand_in.num_skips
     assert report.dtype == torch.float64
     assert all(check.effect > 1e-8 for check in report.checks), "nothing was scaled, so nothing was checked"
@@ -44,7 +44,7 @@ def test_every_skip_is_found_and_scaled_as_the_oracle_does(stand_in: StandIn) ->
 @pytest.mark.parametrize("stand_in", NEGATIVE, **by_name)
 def test_networks_without_long_skips_have_none(stand_in: StandIn) -> None:
     with pytest.raises(ValueError, match=stand_in.refusal):
-        scalelong.find_skips(made(stand_in), *stand_in.inputs())
+        scalelong.find_skips(made(stand_in), example=stand_in.inputs())
 
 
 @pytest.mark.parametrize("stand_in", REFUSED, **by_name)
@@ -59,12 +59,12 @@ def test_what_cannot_be_scaled_alone_is_refused_with_the_reason(stand_in: StandI
 
 def place(skip: LongSkip) -> tuple[object, ...]:
     """Where a skip is taken hold of, fused or not, counted from either end."""
-    take = skip.take
-    if isinstance(take, Fused):
-        take = take.argument
-    if isinstance(take, ChannelSlice):
-        return skip.consumer, take.argument, take.channels, take.dim
-    return skip.consumer, take
+    slot = skip.slot
+    if isinstance(slot, Fused):
+        slot = slot.argument
+    if isinstance(slot, ChannelSlice):
+        return skip.consumer, slot.argument, slot.channels, slot.dim
+    return skip.consumer, slot
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -81,7 +81,7 @@ def test_diffusers_models_without_long_skips_have_none(name: str) -> None:
 
     settings, example = WITHOUT_SKIPS[name]
     with pytest.raises(ValueError, match="no long skip connections"):
-        scalelong.find_skips(getattr(diffusers, name)(**settings), **example)
+        scalelong.find_skips(getattr(diffusers, name)(**settings), example=example)
 
 
 @pytest.mark.parametrize("packaged", monai_networks(), ids=lambda packaged: packaged.name)
@@ -116,7 +116,8 @@ def test_a_detected_model_survives_copies_pickles_and_checkpointing(stand_in: St
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert torch.equal(other(*stand_in.inputs()), expected)
+        assert_same_weights(other, model)
+        assert_close(other(*stand_in.inputs()), expected)
         with torch.no_grad():
             for parameter in other.scalelong.parameters():
                 parameter.add_(1.0)
@@ -146,7 +147,7 @@ def test_gates_fit_the_sizes_found(stand_in: StandIn) -> None:
 
 @pytest.mark.parametrize("axis", ["tokens", "channels"])
 @pytest.mark.parametrize("timed", [False, True])
-def test_gates_look_at_one_image_alone_where_tokens_come_first(axis: str, timed: bool) -> None:
+def test_gates_depend_on_one_sample_alone_with_tokens_first(axis: str, timed: bool) -> None:
     class TokensIn(SkipEncoder):
         """Its input has the tokens first, too, and only the times tell how many images there are."""
 
@@ -169,12 +170,12 @@ def test_a_skip_by_position_is_an_argument() -> None:
     from tests.standins import TokenUViT
 
     skips = scalelong.find_skips(TokenUViT(), randn(2, 3, 8, 8), torch.tensor([3.0, 500.0]))
-    assert [skip.take for skip in skips] == [Argument(1, "skip")] * 3
+    assert [skip.slot for skip in skips] == [Argument(1, "skip")] * 3
     assert [(skip.size.tokens, skip.size.channels_last) for skip in skips] == [(17, True)] * 3
 
 
 @pytest.mark.slow
-def test_a_network_of_sdxls_size_is_looked_at_in_seconds_without_its_weights() -> None:
+def test_a_network_of_sdxl_size_is_traced_in_seconds_on_meta() -> None:
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -210,13 +211,13 @@ class ZerosFromInput(nn.Module):
         return x
 
 
-def test_a_tensor_that_has_only_the_type_of_another_does_not_come_of_it() -> None:
+def test_zeros_like_does_not_depend_on_its_input() -> None:
     from scalelong.skips.tracing.trace import trace
 
     found = trace(ZerosFromInput(), (image(), {}))
     assert not any(node.name in ("new_zeros", "linear") for node in found.nodes)
     with pytest.raises(ValueError, match="no long skip connections"):
-        scalelong.find_skips(ZerosFromInput(), *image())
+        scalelong.find_skips(ZerosFromInput(), example=image())
 
 
 class IdleStage(nn.Module):
@@ -246,10 +247,10 @@ def test_a_tensor_kept_twice_in_a_row_is_two_skips(idle: bool) -> None:
     model = IdleStage(idle)
     handle = scalelong.apply(model, "cs", kappa=0.5, example=image())
     assert [skip.used_in for skip in handle.skips] == ["up.3", "up.2", "up.1", "up.0"]
-    assert all(check.effect > 1e-4 for check in scalelong.verify(model, *image()).checks)
+    assert all(check.effect > 1e-4 for check in scalelong.verify(model, example=image()).checks)
 
 
-def test_the_k_upscalers_blocks_are_found_by_looking() -> None:
+def test_the_k_upscalers_blocks_are_found_by_tracing() -> None:
     """Each up block takes the last tensor of its level; the innermost level's is the main path itself."""
     from diffusers import UNet2DConditionModel
 
@@ -259,7 +260,7 @@ def test_the_k_upscalers_blocks_are_found_by_looking() -> None:
         down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
         up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"), conv_in_kernel=1, conv_out_kernel=1,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="not known by name, and there is no example"):
+    with pytest.raises(ValueError, match="not known, and there is no example"):
         scalelong.apply(model, "cs")
     example = {
         "sample": randn(2, 4, 8, 8),

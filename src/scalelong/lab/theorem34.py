@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import geometric_mean, mean
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from scalelong.lab.bounds import (
-    composed_norms,
-    counterexample,
-    layer_norms,
-    local_bound,
-    path_bound,
-    power_bound,
-    product_bound,
-    skip_part,
-)
-from scalelong.lab.findings import HOLDS, Finding, Study, fails, judged
-from scalelong.lab.matrix_unet import MatrixUNet
-from scalelong.lab.networks import (
-    METHODS,
-    PAPER_GAIN,
-    UNIT_GAIN,
-    coefficients_of,
-    draw_weights_,
-    noisy_inputs,
-)
-from scalelong.lab.segment import power_iteration, segment_jacobians
+from scalelong.lab import METHOD_COLOURS, Finding, Study, bounds, finish, judge, panels
+from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, noisy_inputs, sample_weights_
 
 KAPPA = 0.7
 TOLERANCE = 1 + 1e-9  # of a violation, in float64
 BOUNDS = ("largest factor", "product", "local", "path")
+_STYLES = {"product": "o--", "local": "s-", "path": "^:"}
 
 
 def change_per_perturbation(model: MatrixUNet, x: Tensor, step: Tensor, coefficients: Sequence[float]) -> float:
@@ -46,11 +31,11 @@ def change_per_perturbation(model: MatrixUNet, x: Tensor, step: Tensor, coeffici
 
 
 def random_case(number: int, seed: int) -> dict[str, Any]:
-    """One random network, coefficients and perturbation, half of them along the direction that hurts most: every bound."""
+    """Every bound on a random network, coefficients and perturbation; odd numbers perturb along the worst direction."""
     draw = random.Random(seed * 1_000_003 + number)
     num_skips, width, layers = draw.randint(1, 6), draw.choice((4, 8, 12)), draw.randint(1, 3)
     generator = torch.Generator().manual_seed(draw.getrandbits(32))
-    model = draw_weights_(MatrixUNet(width, layers, num_skips).double(), generator, draw.uniform(0.5, 2))
+    model = sample_weights_(MatrixUNet(width, layers, num_skips).double(), generator, draw.uniform(0.5, 2))
     method = draw.choice((*METHODS, "random"))
     if method == "random":
         coefficients = [draw.random() for _ in range(num_skips)]
@@ -59,37 +44,42 @@ def random_case(number: int, seed: int) -> dict[str, Any]:
     x = noisy_inputs(1, width, draw.getrandbits(31))[0][0].double()
     step = torch.randn(width, generator=generator, dtype=torch.float64)
     if number % 2:
-        here = segment_jacobians(model, x, x + 1e-9 * step, coefficients).network(coefficients)[0]
+        here = bounds.segment_jacobians(model, x, x + 1e-9 * step, coefficients).network(coefficients)[0]
         step = torch.linalg.svd(here).Vh[0]
     step = step * x.norm() * 10 ** draw.uniform(-3, -0.3) / step.norm()
-    norms = layer_norms(model)
-    jacobians = segment_jacobians(model, x, x + step, coefficients)
-    case = {
-        "method": method,
-        "layers": layers,
-        "pieces": len(jacobians.lengths),
-        "measured": change_per_perturbation(model, x, step, coefficients),
-        "largest factor": power_bound(coefficients, max(norms.factors), norms.middle),
-        "product": product_bound(coefficients, norms.factors, norms.middle),
-        "local": local_bound(jacobians, coefficients),
-        "path": path_bound(jacobians, coefficients),
-    }
+    jacobians = bounds.segment_jacobians(model, x, x + step, coefficients)
+    case: dict[str, Any] = {"method": method, "layers": layers, "pieces": len(jacobians.lengths)}
+    case["measured"] = change_per_perturbation(model, x, step, coefficients)
+    case |= all_bounds(model, jacobians, coefficients)
     if layers == 1:
-        case["printed"] = power_bound(coefficients, max(composed_norms(model)), norms.middle)
+        case["printed"] = bounds.power_bound(
+            coefficients, max(bounds.composed_norms(model)), bounds.block_norms(model)[1]
+        )
     return case
 
 
+def all_bounds(model: MatrixUNet, jacobians: bounds.Jacobians, coefficients: Sequence[float]) -> dict[str, float]:
+    """The value of each of BOUNDS."""
+    factors, middle = bounds.block_norms(model)
+    return {
+        "largest factor": bounds.power_bound(coefficients, max(factors), middle),
+        "product": bounds.product_bound(coefficients, factors, middle),
+        "local": bounds.local_bound(jacobians, coefficients),
+        "path": bounds.path_bound(jacobians, coefficients),
+    }
+
+
 def violations(cases: list[dict[str, Any]], bound: str) -> int:
-    """In how many cases the output moved by more than the bound allows; a number that is not finite counts as one."""
+    """How many cases exceed the bound; one that is not finite counts."""
     return sum(not case["measured"] <= case[bound] * TOLERANCE for case in cases if bound in case)
 
 
-def study_theorem34(quick: bool = False, seed: int = 0) -> Study:
+def study(quick: bool = False, seed: int = 0) -> Study:
     """Violations in random networks, the counterexample, tightness by method, and CS against universal scaling."""
     cases = [random_case(number, seed) for number in range(100 if quick else 1_200)]
     depths, width, networks = ((1, 2, 4), 16, 2) if quick else ((1, 2, 4, 8, 12, 16), 48, 3)
     tightness = [tightness_at(n, width, networks, seed) for n in depths]
-    paper_gain = tightness_at(depths[-1], width, networks, seed, PAPER_GAIN)
+    paper_gain = tightness_at(depths[-1], width, networks, seed, GAINS["paper"])
     broken = [broken_case(stretch, m0) for m0 in (1.0, 1.5) for stretch in (1.0, 2.0, 4.0, 8.0)]
     findings = (
         _about_printed(cases, broken),
@@ -103,97 +93,85 @@ def study_theorem34(quick: bool = False, seed: int = 0) -> Study:
 
 
 def broken_case(stretch: float, m0: float) -> dict[str, float]:
-    """The counterexample with N = 1, kappa = 1, pushed along its first axis."""
-    model = counterexample(stretch, m0)
+    """The counterexample with N = 1, kappa = 1, perturbed along its first axis."""
+    model = bounds.counterexample(stretch, m0)
     x, step = torch.ones(2, dtype=torch.float64), torch.tensor([0.1, 0.0], dtype=torch.float64)
-    norms = layer_norms(model)
+    factors, middle = bounds.block_norms(model)
     return {
         "stretch": stretch,
-        "m0": max(composed_norms(model)),
+        "m0": max(bounds.composed_norms(model)),
         "measured": change_per_perturbation(model, x, step, [1.0]),
-        "printed": power_bound([1.0], max(composed_norms(model)), norms.middle),
-        "corrected": product_bound([1.0], norms.factors, norms.middle),
+        "printed": bounds.power_bound([1.0], max(bounds.composed_norms(model)), middle),
+        "corrected": bounds.product_bound([1.0], factors, middle),
     }
 
 
-def tightness_at(num_skips: int, width: int, networks: int, seed: int, gain: float = UNIT_GAIN) -> dict[str, Any]:
+def tightness_at(num_skips: int, width: int, networks: int, seed: int, gain: float = GAINS["unit"]) -> dict[str, Any]:
     """Geometric means over networks: ||J|| at x by power iteration, the change along a random direction, and every bound."""
     generator = torch.Generator().manual_seed(seed + num_skips)
     inputs, _ = noisy_inputs(networks, width, seed)
     logs: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     gap = 0.0
     for x in inputs.double():
-        model = draw_weights_(MatrixUNet(width, 2, num_skips).double(), generator, gain)
-        norms = layer_norms(model)
+        model = sample_weights_(MatrixUNet(width, 2, num_skips).double(), generator, gain)
         push = 1e-6 * torch.randn(width, generator=generator, dtype=torch.float64)
         for method, rows in logs.items():
             kappas = coefficients_of(method, num_skips, KAPPA)
-            jacobians = segment_jacobians(model, x, x + 1e-9 * push, kappas)
+            jacobians = bounds.segment_jacobians(model, x, x + 1e-9 * push, kappas)
             exact = float(torch.linalg.matrix_norm(jacobians.network(kappas)[0], ord=2))
-            worst, _ = power_iteration(partial(model, coefficients=kappas), x, 60)
+            worst, _ = bounds.power_iteration(partial(model, coefficients=kappas), x, 60)
             gap = max(gap, abs(worst / exact - 1))
+            random_change = change_per_perturbation(model, x, push, kappas)
+            skips = bounds.skip_part(kappas, bounds.block_norms(model)[0])
             rows.append(
-                {
-                    "worst": worst,
-                    "random": change_per_perturbation(model, x, push, kappas),
-                    "largest factor": power_bound(kappas, max(norms.factors), norms.middle),
-                    "product": product_bound(kappas, norms.factors, norms.middle),
-                    "skips": skip_part(kappas, norms.factors),
-                    "local": local_bound(jacobians, kappas),
-                    "path": path_bound(jacobians, kappas),
-                }
+                {"worst": worst, "random": random_change, "skips": skips, **all_bounds(model, jacobians, kappas)}
             )
-    means = {method: _geometric_means(rows) for method, rows in logs.items()}
+    means = {
+        method: {key: geometric_mean(row[key] for row in rows) for key in rows[0]} for method, rows in logs.items()
+    }
     return {"num_skips": num_skips, "power_iteration_gap": gap, "methods": means}
-
-
-def _geometric_means(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {key: math.exp(sum(math.log(row[key]) for row in rows) / len(rows)) for key in rows[0]}
 
 
 def _about_printed(cases: list[dict[str, Any]], broken: list[dict[str, float]]) -> Finding:
     worst = max(broken, key=lambda case: case["measured"] / case["printed"])
     tried = [case for case in cases if "printed" in case]
-    return Finding(
+    return judge(
         "Theorem 3.4, Eq. 7, with M_0 = max ||b_i o a_i||",
         "never exceeded",
         f"counterexample (m = 2, N = 1, M_0 = {worst['m0']:g}, L_0 = 1): output moves by {worst['measured']:.1f}, the bound "
         f"says {worst['printed']:.1f}; {violations(cases, 'printed')} of {len(tried)} random networks with linear blocks",
-        judged(
-            worst["measured"] > worst["printed"],
-            fails("f_i stands between b_i and a_i; the true factor is ||b_i|| ||a_i||, not ||b_i o a_i||"),
-        ),
+        worst["measured"] > worst["printed"],
+        "fails as printed: f_i lies between b_i and a_i; the true factor is ||b_i|| ||a_i||, not ||b_i o a_i||",
     )
 
 
 def _about_corrected(cases: list[dict[str, Any]]) -> Finding:
     count = violations(cases, "largest factor") + violations(cases, "product")
     tightest = max(case["measured"] / case["product"] for case in cases)
-    return Finding(
+    return judge(
         "Theorem 3.4 corrected: M = max ||b_i|| ||a_i||, and its product form",
         "never exceeded",
         f"{count} violations in {len(cases):,} random networks and perturbations; the closest reaches {tightest:.2f} of the "
         "product form",
-        judged(count == 0),
+        count == 0,
     )
 
 
 def _about_local(cases: list[dict[str, Any]]) -> Finding:
     count = violations(cases, "local") + violations(cases, "path")
     pieces = max(case["pieces"] for case in cases)
-    shares = ", ".join(f"{bound} {_mean_share(cases, bound):.3f}" for bound in ("product", "local", "path"))
-    return Finding(
+    shares = ", ".join(f"{bound} {mean(_shares(cases, bound)):.3f}" for bound in ("product", "local", "path"))
+    return judge(
         "Theorem 3.4 with Jacobians along the segment (singular values on each of its linear pieces)",
         "never exceeded",
         f"{count} violations in {len(cases):,}, up to {pieces} pieces a segment; mean share reached: {shares}",
-        judged(count == 0),
+        count == 0,
     )
 
 
-def _mean_share(cases: list[dict[str, Any]], bound: str) -> float:
-    """measured / bound; networks whose ReLUs are all dead have a bound of 0 and are left out."""
-    shares: list[float] = [case["measured"] / case[bound] for case in cases if case[bound] > 0]
-    return sum(shares) / len(shares)
+def _shares(cases: list[dict[str, Any]], bound: str) -> list[float]:
+    """measured / bound, without networks whose ReLUs are all dead (bound 0)."""
+    return [case["measured"] / case[bound] for case in cases if case[bound] > 0]
 
 
 def _about_tightness(tightness: list[dict[str, Any]]) -> tuple[Finding, Finding]:
@@ -208,39 +186,81 @@ def _about_tightness(tightness: list[dict[str, Any]]) -> tuple[Finding, Finding]
 
     gap = max(row["power_iteration_gap"] for row in tightness)
     return (
-        Finding(
+        judge(
             f"Tightness of the product form, {first['num_skips']} to {last['num_skips']} skips, worst direction",
             "1 if tight",
             f"N = {first['num_skips']}: {shares('product', first)}; N = {last['num_skips']}: {shares('product', last)}",
-            judged(never_above("product"), HOLDS + ", but is loose: the share falls geometrically with N"),
+            never_above("product"),
+            "holds, but is loose: the share falls geometrically with N",
         ),
-        Finding(
+        judge(
             "Tightness of the local form (||J|| by power iteration on Jacobians)",
             "1 if tight",
             f"N = {first['num_skips']}: {shares('local', first)}; N = {last['num_skips']}: {shares('local', last)}; power "
             f"iteration within {gap:.0e} of singular values, from below",
-            judged(never_above("local"), HOLDS + ", but is loose"),
+            never_above("local"),
+            "holds, but is loose",
         ),
     )
 
 
 def cs_over_universal(tightness: dict[str, Any], key: str) -> float:
-    """The number of CS over that of universal scaling."""
+    """A value of CS divided by that of universal scaling."""
     return float(tightness["methods"]["cs"][key] / tightness["methods"]["universal"][key])
 
 
 def _about_order(unit: dict[str, Any], paper: dict[str, Any]) -> Finding:
     n, skips, whole = unit["num_skips"], cs_over_universal(unit, "skips"), cs_over_universal(unit, "product")
     real, real_paper = cs_over_universal(unit, "worst"), cs_over_universal(paper, "worst")
-    return Finding(
+    return judge(
         "Sec. 4.1: the bound of CS is kappa^(N-2) times that of universal scaling",
         f"kappa = {KAPPA}, N = {n}: {KAPPA ** (n - 2):.1e}",
         f"sum over the skips {skips:.1e}; whole bound with c_0 = M^N L_0 {whole:.2f}; ||J|| measured "
         f"{real:.2f} with unit-gain blocks, {real_paper:.2f} with N(0, 2/m)",
-        judged(
-            abs(skips / KAPPA ** (n - 2) - 1) < 0.5 and whole > 0.8,
-            fails(
-                "true of the sum over skips only; c_0 is of order M^N for both, so the whole bounds are of one order"
-            ),
-        ),
+        abs(skips / KAPPA ** (n - 2) - 1) < 0.5 and whole > 0.8,
+        "fails as printed: true of the sum over skips only; c_0 is of order M^N for both, so the whole bounds are of the "
+        "same order",
     )
+
+
+def figure(data: Mapping[str, Any]) -> Figure:
+    """Share of each bound reached, tightness against N, and CS over universal scaling."""
+    canvas, (share, tight, order) = panels(3)
+    _plot_shares(share, data)
+    depths = [row["num_skips"] for row in data["tightness"]]
+    for method, colour in METHOD_COLOURS.items():
+        rows = [row["methods"][method] for row in data["tightness"]]
+        for bound, style in _STYLES.items():
+            tight.plot(depths, [row["worst"] / row[bound] for row in rows], style, color=colour, markersize=4)
+        tight.plot([], [], color=colour, label=method)
+    for bound, style in _STYLES.items():
+        tight.plot([], [], style, color="tab:gray", markersize=4, label=f"{bound} form")
+    tight.set_yscale("log")
+    finish(tight, "||J|| at x over each bound (1 = tight)", "number of skips N", "share of the bound reached")
+    n = np.array(depths, dtype=float)
+    for key, colour, label in (
+        ("skips", "tab:green", "sum over the skips"),
+        ("product", "tab:blue", "whole bound, with c₀"),
+        ("worst", "tab:red", "||J|| measured"),
+    ):
+        values = [cs_over_universal(row, key) for row in data["tightness"]]
+        order.plot(n, values, "o-", color=colour, markersize=4, label=label)
+    order.plot(n, KAPPA ** (n - 2), ":", color="black", linewidth=1.6, label="claimed: κ^(N-2)")
+    order.set_yscale("log")
+    finish(order, f"CS over universal scaling, κ = {KAPPA}", "number of skips N", "ratio")
+    return canvas
+
+
+def _plot_shares(axes: Axes, data: Mapping[str, Any]) -> None:
+    """Histograms of measured / bound, and the counterexample to the printed form beyond 1."""
+    bins = np.logspace(-12, 2, 57).tolist()
+    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
+        shares = _shares(data["cases"], bound)
+        values = [min(share, 1 - 1e-9) if share <= TOLERANCE else share for share in shares]  # 1 belongs to the left
+        axes.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
+    broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
+    axes.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    title = f"{len(data['cases']):,} random networks: none beyond 1"
+    finish(axes, title, "measured / bound (first bar: this or less)", "networks")

@@ -1,0 +1,159 @@
+"""Scaling of long skip connections (ScaleLong, NeurIPS 2023): the interface of a method, and the constant methods.
+
+A U-shaped network has N long skips. Skip i = 1 is the outermost (first encoder block to last decoder block), i = N the
+innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
+
+    none         kappa_i = 1                             the usual network
+    rsqrt2       kappa_i = 1 / sqrt(2)                   used by earlier work
+    universal    kappa_i = kappa                         one number for all skips
+    cs           kappa_i = kappa ** (i - 1)              Eq. 8, constant scaling
+    cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
+    ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling: `learned`
+
+`baselines` has other authors' methods, `registry` all names and options. To add a constant method, write a function like
+`constant_coefficients` and list it in `CONSTANT_METHODS`.
+
+Shapes: B batch, T tokens, C channels. A skip is (B, T, C), (T, B, C) or (B, C, *spatial).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.scaling.torch_state import in_transform
+
+if TYPE_CHECKING:
+    from scalelong.scaling.registry import ScalingConfig
+
+Coefficient = float | Tensor
+
+
+def constant_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """CS, Eq. 8: kappa_i = kappa ** (i - 1); the outermost skip (i = 1) keeps 1.
+
+    >>> constant_coefficients(4, kappa=0.5)
+    [1.0, 0.5, 0.25, 0.125]
+    """
+    return [kappa ** (i - 1) for i in range(1, num_skips + 1)]
+
+
+def reversed_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """The control of Table 4: kappa_i = kappa ** (N - i + 1); the outermost skip is scaled the most."""
+    return [kappa ** (num_skips - i + 1) for i in range(1, num_skips + 1)]
+
+
+def universal_coefficients(num_skips: int, kappa: float) -> list[float]:
+    """kappa_i = kappa for every skip."""
+    return [kappa] * num_skips
+
+
+CONSTANT_METHODS: Mapping[str, Callable[[int, float], list[float]]] = {  # (num_skips, kappa) -> kappa_1 .. kappa_N
+    "universal": universal_coefficients,
+    "cs": constant_coefficients,
+    "cs_reversed": reversed_coefficients,
+}
+FIXED_METHODS: Mapping[str, float] = {"none": 1.0, "rsqrt2": 2**-0.5}  # the same coefficient for every skip, no options
+
+
+@dataclass(frozen=True)
+class SkipSize:
+    """Size and memory layout of one skip.
+
+    >>> image, tokens = SkipSize(channels=64), SkipSize(channels=512, tokens=257, channels_last=True)
+    """
+
+    channels: int
+    tokens: int | None = None  # known and fixed only for transformers
+    channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
+    batch_dim: int = 0  # 1: (T, B, C)
+    main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
+    stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
+
+
+class Scaling(nn.Module):
+    """A method on all long skips of one model; index i counts from 1 at the outermost skip.
+
+    The coefficient is separate from its application, so that a consumer can fuse the two.
+
+    >>> from scalelong.scaling import ScalingConfig
+    >>> scaling = ScalingConfig.create("cs", kappa=0.5).build([SkipSize(channels=64)] * 3)
+    >>> scaling.coefficient(3, torch.zeros(1, 64, 8, 8)), scaling.current()
+    (0.25, [1.0, 0.5, 0.25])
+    """
+
+    config: ScalingConfig
+    fusible = True  # False: the method is more than a multiplication by `coefficient`
+    changes_main = False  # True: `scale_main` is not the identity
+
+    def __init__(self, num_skips: int) -> None:
+        super().__init__()
+        self.num_skips = num_skips
+        self.constants: dict[str, Sequence[Any]] = {}  # fixed numbers by their key in the state dict
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        """kappa_i: a number, or a tensor that broadcasts against the skip, (B, T, 1), (B, 1, C) or (B, C, 1, ...)."""
+        raise NotImplementedError
+
+    def forward(self, index: int, skip: Tensor) -> Tensor:
+        """kappa_i * x_i."""
+        coefficient = self.coefficient(index, skip)
+        return skip if isinstance(coefficient, float) and coefficient == 1.0 else skip * coefficient
+
+    def scale_main(self, index: int, main: Tensor) -> Tensor:  # noqa: ARG002
+        """Scale the tensor that skip i is joined with."""
+        return main
+
+    def scale_branch(self, block: int, output: Tensor) -> Tensor:  # noqa: ARG002
+        """Scale the output of a residual branch of block number `block`."""
+        return output
+
+    def current(self) -> list[float]:
+        """kappa_i now: the constants, or the mean of the gates on the last forward (nan before the first)."""
+        raise NotImplementedError
+
+    def add_constants(self, key: str, values: Sequence[Any]) -> None:
+        """Register fixed numbers as a buffer, so that weights trained with them do not load unnoticed without them."""
+        self.constants[key] = values
+        self.register_buffer(key, torch.tensor(values, dtype=torch.float32))
+
+    def add_statistic(self, key: str) -> None:
+        """Register a buffer of one number per skip, filled by `record`; not saved."""
+        self.register_buffer(key, torch.full((self.num_skips,), math.nan), persistent=False)
+
+    def record(self, key: str, index: int, value: Tensor) -> None:
+        """Store a statistic of skip i; no-op inside functorch transforms, which forbid side effects."""
+        if in_transform():
+            return
+        if not torch.compiler.is_compiling():
+            buffer = getattr(self, key)
+            if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                setattr(self, key, buffer.clone())  # a copy made in inference mode
+            if buffer.is_meta and not value.is_meta:
+                setattr(self, key, value.new_full(buffer.shape, math.nan))  # built on meta, weights assigned later
+        getattr(self, key)[index - 1] = value.detach()
+
+    def recorded(self, key: str) -> list[float]:
+        """The last statistics of all skips; nan where there is none."""
+        buffer: Tensor = getattr(self, key)
+        return [math.nan] * self.num_skips if buffer.is_meta else [float(value) for value in buffer]
+
+
+class ConstantScaling(Scaling):
+    """One fixed number per skip."""
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        super().__init__(len(coefficients))
+        self.values = tuple(float(c) for c in coefficients)
+        self.add_constants("kappa", self.values)
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002
+        return self.values[index - 1]
+
+    def current(self) -> list[float]:
+        return list(self.values)

@@ -1,0 +1,156 @@
+"""LS, learnable scaling: kappa_i = gate_i(GAP(x_i)), predicted per sample by a small network (Eq. 9 to 13).
+
+Shapes: B batch, T tokens, C channels, N the gated size (T or C). Gates map pooled skips (B, N) to coefficients (B, N).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.scaling.constant import Coefficient, Scaling, SkipSize
+
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
+
+
+class SqueezeExcite(nn.Module):
+    """module="se": sigmoid(zeta(p)), Eq. 10 and 11. Skips of d different sizes share one zeta of size N_min, each size
+    with its own encoder to N_min and decoder back (Eq. 12 and 13)."""
+
+    def __init__(self, sizes: Sequence[int], reduction: int, activation: str, start: float | None = None) -> None:
+        super().__init__()
+        smallest, distinct = min(sizes), sorted(set(sizes))
+        self.zeta = _bottleneck(smallest, max(1, smallest // reduction), smallest, activation)
+        self.encoders, self.decoders = nn.ModuleDict(), nn.ModuleDict()
+        for size in distinct if len(distinct) > 1 else []:
+            hidden = size // max(1, size // 4)  # N_i / r_i with r_i = floor(N_i / 4)
+            self.encoders[str(size)] = _bottleneck(size, hidden, smallest, activation)
+            self.decoders[str(size)] = _bottleneck(smallest, hidden, size, activation)
+        outputs: list[Any] = list(self.decoders.values()) or [self.zeta]
+        for network in outputs:
+            _shift_bias(network[-1].bias, start)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        if not self.encoders:
+            return torch.sigmoid(self.zeta(pooled))
+        size = str(int(pooled.shape[1]))  # a tensor under torch.jit.trace
+        return torch.sigmoid(self.decoders[size](self.zeta(self.encoders[size](pooled))))
+
+
+class InstanceEnhance(nn.Module):
+    """module="ie": sigmoid(w * p + b) with a scale and a shift per pooled value; starts at 1/2, like "se"."""
+
+    def __init__(self, size: int, start: float | None = None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(size))
+        self.shift = nn.Parameter(torch.zeros(size))
+        _shift_bias(self.shift, start)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return torch.sigmoid(self.scale * pooled + self.shift)
+
+
+class LearnableKappa(nn.Module):
+    """module="learnable": one parameter per skip, independent of the input; starts at 1 or `start`."""
+
+    def __init__(self, start: float | None = None) -> None:
+        super().__init__()
+        self.kappa = nn.Parameter(torch.full((), 1.0 if start is None else start))
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.kappa.expand_as(pooled)
+
+
+def _bottleneck(inputs: int, hidden: int, outputs: int, activation: str) -> nn.Sequential:
+    """zeta(x) = W1 act(W2 x) with biases (Eq. 11; Eq. 12 and 13 have the same form)."""
+    return nn.Sequential(nn.Linear(inputs, hidden), ACTIVATIONS[activation](), nn.Linear(hidden, outputs))
+
+
+def _shift_bias(bias: Tensor, start: float | None) -> None:
+    """Shift the last bias before a sigmoid so that the gate starts around `start`; None keeps the initialization."""
+    if start is not None:
+        with torch.no_grad():
+            bias += math.log(start / (1 - start))
+
+
+class LearnedScaling(Scaling):
+    """LS: pool each skip, predict its coefficients with gate number `gate_of[i]`, broadcast them.
+
+    axis="tokens" averages each token over its channels and gates tokens, as the paper does on transformers; it requires
+    a fixed number of tokens. axis="channels" averages each channel over all positions and works at any resolution.
+    """
+
+    def __init__(
+        self, sizes: Sequence[SkipSize], axis: str, gates: Sequence[nn.Module], gate_of: Sequence[int]
+    ) -> None:
+        super().__init__(len(sizes))
+        self.sizes, self.axis, self.gate_of = tuple(sizes), axis, tuple(gate_of)
+        self.gates = nn.ModuleList(gates)
+        self.add_statistic("last_mean")
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        size = self.sizes[index - 1]
+        batch, channel = size.batch_dim, skip.ndim - 1 if size.channels_last else 1
+        if self.axis == "tokens" and skip.shape[1 - batch] != size.tokens:
+            raise ValueError(
+                f"scaling.axis: the gates of 'ls' were built for {size.tokens} tokens, skip {index} has "
+                f"{skip.shape[1 - batch]}; pass axis='channels' to support several resolutions"
+            )
+        gated = 1 - batch if self.axis == "tokens" else channel
+        averaged = [d for d in range(skip.ndim) if d not in (batch, gated)]
+        pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
+        transposed = gated < batch
+        kappa: Tensor = self.gates[self.gate_of[index - 1]](pooled.t() if transposed else pooled).to(skip.dtype)
+        self.record("last_mean", index, kappa.mean())
+        shape = [skip.shape[d] if d in (batch, gated) else 1 for d in range(skip.ndim)]
+        return (kappa.t() if transposed else kappa).reshape(shape)
+
+    def current(self) -> list[float]:
+        return self.recorded("last_mean")
+
+
+def learned_scaling(
+    sizes: Sequence[SkipSize],
+    shared: bool = True,
+    reduction: int = 16,
+    module: str = "se",
+    activation: str = "relu",
+    axis: str = "auto",
+    start: float | None = None,
+) -> LearnedScaling:
+    """Build LS; with `shared`, skips of equal size share a gate. `start`: initial kappa (None: 1/2, or 1 for learnable).
+
+    >>> scaling = learned_scaling([SkipSize(channels=8), SkipSize(channels=8)], reduction=4)
+    >>> scaling.coefficient(1, torch.randn(2, 8, 16, 16)).shape
+    torch.Size([2, 8, 1, 1])
+    """
+    one_each = list(range(len(sizes)))
+    if module == "learnable":  # independent of the input: any number of tokens will do
+        return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
+    if axis == "auto":  # the paper's choice: tokens on transformers, channels on convolutional networks
+        axis = "tokens" if all(size.channels_last for size in sizes) else "channels"
+    gated = [_gated_size(size, axis) for size in sizes]
+    if module == "ie":
+        distinct = sorted(set(gated)) if shared else gated
+        gate_of = [distinct.index(size) for size in gated] if shared else one_each
+        return LearnedScaling(sizes, axis, [InstanceEnhance(size, start) for size in distinct], gate_of)
+    if shared:
+        return LearnedScaling(sizes, axis, [SqueezeExcite(gated, reduction, activation, start)], [0] * len(sizes))
+    gates = [SqueezeExcite([size], reduction, activation, start) for size in gated]
+    return LearnedScaling(sizes, axis, gates, one_each)
+
+
+def _gated_size(size: SkipSize, axis: str) -> int:
+    if axis == "channels":
+        return size.channels
+    if not size.channels_last:
+        raise ValueError(
+            "scaling.axis: 'tokens' needs a transformer; this model's skips are images, use axis='channels'"
+        )
+    if size.tokens is None:
+        raise ValueError("scaling.axis: the number of tokens of this model is not fixed; use axis='channels'")
+    return size.tokens
