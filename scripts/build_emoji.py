@@ -37,7 +37,7 @@ logger = logging.getLogger("build_emoji")
 
 def read_package(path: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """The entries of emoji.json in Unicode's order, and the image files by name."""
-    pictures: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
     entries: list[dict[str, Any]] = []
     with tarfile.open(path) as archive:
         for member in archive:
@@ -45,13 +45,13 @@ def read_package(path: Path) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
             if content and member.name == "package/emoji.json":
                 entries = json.load(content)
             elif content and member.name.startswith("package/img/google/64/"):
-                pictures[Path(member.name).name] = content.read()
-    return sorted(entries, key=lambda entry: (entry["sort_order"], entry["unified"])), pictures
+                images[Path(member.name).name] = content.read()
+    return sorted(entries, key=lambda entry: (entry["sort_order"], entry["unified"])), images
 
 
-def tile(picture: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def tile(content: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """One (32, 32, 3) image on white."""
-    with Image.open(io.BytesIO(picture)) as image:
+    with Image.open(io.BytesIO(content)) as image:
         small = on_white(image).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
     return np.asarray(small)
 
@@ -92,8 +92,8 @@ def held_out(captions: Sequence[str], groups: Sequence[int], seen: int = 3, per_
 
 def build(archive: Path, output: Path) -> None:
     """Write the sheet and the table."""
-    entries, pictures = read_package(archive)
-    missing = [entry["image"] for entry in entries if not entry["has_img_google"] or entry["image"] not in pictures]
+    entries, images = read_package(archive)
+    missing = [entry["image"] for entry in entries if not entry["has_img_google"] or entry["image"] not in images]
     if missing:
         raise SystemExit(f"no image for {len(missing)} entries: {missing[:5]}")
     classes = list(dict.fromkeys(entry["category"] for entry in entries))
@@ -105,7 +105,7 @@ def build(archive: Path, output: Path) -> None:
         "captions": [entry["name"].lower() for entry in entries],
     }
     table["unseen"] = held_out(table["captions"], table["labels"])
-    tiles = np.stack([tile(pictures[entry["image"]]) for entry in entries])
+    tiles = np.stack([tile(images[entry["image"]]) for entry in entries])
     output.mkdir(parents=True, exist_ok=True)
     pack(tiles, COLUMNS).save(output / SHEET, lossless=True, quality=100, method=6, exact=True)
     (output / TABLE).write_text(json.dumps(table, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What a scaled model must survive: one function per situation, run on every family; and the limits that are known.
+"""Situations that a scaled model must work in: one function each, run on every family; and the known limitations.
 
-Each function takes a subject, builds its own models and raises an AssertionError (or whatever the tool raises) if the scaled
-model does not come through. LS is what is put on: its gates have weights and see the data.
+Each function takes a subject, builds its own models and raises if the scaled model does not work. LS is applied: its gates
+have weights and depend on the data, so they are the hardest to support.
 """
 
 from __future__ import annotations

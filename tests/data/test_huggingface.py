@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError, StreamLoader, check, load_source, sample_to_item
-from scalelong.data.base import Request
 from scalelong.data.huggingface import StreamedSource
 from scalelong.data.loader import load_images
+from scalelong.data.registry import Request
 
 from .conftest import noise
 
@@ -84,13 +84,13 @@ def test_bad_rows_are_named_and_all_listed(tmp_path: Path) -> None:
     assert (source.num_classes, source.labels, source.captions) == (0, None, None)
     with pytest.raises(DataError, match="row 3: unreadable image"):
         source.read(3)
-    assert [(problem.path[-5:], problem.kind) for problem in check(name)] == [
-        ("row 1", "truncated"),
+    assert [(problem.path[-5:], problem.message.split(": ")[1][:10]) for problem in check(name)] == [
+        ("row 1", "truncated "),
         ("row 3", "unreadable"),
     ]
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_unusable_datasets_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"a": [1], "b": ["x"]}).save_to_disk(str(tmp_path / "plain"))
     with pytest.raises(DataError, match="no image column among a, b"):
         load_source(f"hf:{tmp_path / 'plain'}")

@@ -118,7 +118,7 @@ def test_bad_members_are_named(tmp_path: Path, members: dict[str, bytes], match:
         load_source(f"webdataset:{shard}", root=tmp_path / "cache")
 
 
-def test_json_gives_captions_and_classes_and_bad_pictures_are_listed(tmp_path: Path) -> None:
+def test_json_gives_captions_and_classes_and_bad_images_are_listed(tmp_path: Path) -> None:
     members = {"a/x.jpg": png(1), "a/x.json": b'{"caption": "hello", "label": 2}', "b/x.webp": png(2)[:60]}
     members["b/x.json"] = b'{"caption": "there", "label": 0}'
     shard = write(tmp_path / "0.tar", members)

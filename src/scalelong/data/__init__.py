@@ -15,20 +15,10 @@ from scalelong.data import (  # noqa: F401
     latents,
     webdataset,
 )
-from scalelong.data.base import (
-    SOURCES,
-    DataError,
-    MemorySource,
-    Shape,
-    Source,
-    check,
-    load_source,
-    register,
-    to_float,
-    to_uint8,
-)
+from scalelong.data.base import DataError, MemorySource, Shape, Source, to_float, to_uint8
 from scalelong.data.download import cache_dir
 from scalelong.data.loader import Batch, DeviceLoader, StreamLoader, make_loader, sample_to_item
+from scalelong.data.registry import SOURCES, check, load_source, register
 
 __all__ = [
     "SOURCES",

@@ -1,4 +1,4 @@
-"""What a source of images is, and the registry of sources. Legend: n items, C channels, H x W pixels."""
+"""What a source of images is. Legend: n items, C channels, H x W pixels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
-
-from scalelong.errors import did_you_mean
 
 Shape = tuple[int, int, int]
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
-Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
-Kind = Literal["missing", "truncated", "wrong hash", "unreadable", "wrong channels", "invalid"]
 
 _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
 
@@ -29,17 +24,12 @@ _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all
 class DataError(ValueError):
     """Bad data; the message names the file (or row) and the remedy."""
 
-    def __init__(self, message: str, kind: Kind = "invalid") -> None:
-        super().__init__(message)
-        self.kind: Kind = kind
-
 
 @dataclass(frozen=True)
 class Problem:
     """One bad file or item, as `check` lists them."""
 
     path: str
-    kind: Kind
     message: str
 
     def __str__(self) -> str:
@@ -169,10 +159,7 @@ class MemorySource(Source):
         captions: list[str] | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise DataError(
-                f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}",
-                "wrong channels",
-            )
+            raise DataError(f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
         for what, values in (("labels", labels), ("captions", captions)):
             if values is not None and len(values) != len(images):
                 raise DataError(
@@ -228,114 +215,3 @@ def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Seque
 def hashed_items(count: int) -> list[int]:
     """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
     return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `load_source` or `check` was asked for."""
-
-    path: str  # what follows "prefix:"; "" for a named set
-    image_size: int | None = None
-    split: str = "train"
-    root: Root = None
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """How a source is named, described, loaded and checked; `register` adds it to `SOURCES`."""
-
-    form: str  # "cifar10", or a prefix and what follows it: "folder:PATH"
-    description: str
-    load: Callable[[Request], Source]
-    splits: tuple[str, ...] = ()  # of a named set; sources with a path look for theirs in the data
-    check: Callable[[Request], list[Problem]] | None = None  # None: every item is read
-    shape: Shape | None = None  # of the items, if known without the data
-
-
-SOURCES: dict[str, SourceSpec] = {}  # by name or prefix
-
-
-def register(form: str, description: str, **options: Any) -> Callable[[Loads], Loads]:
-    """Decorate a `Source` class or a function that takes a `Request`; options are further fields of `SourceSpec`.
-
-    >>> @register("black", "eight black images", splits=("train",))
-    ... def load_black(request):
-    ...     return MemorySource("black", torch.zeros(8, 3, 4, 4, dtype=torch.uint8))
-    >>> len(load_source("black")), SOURCES.pop("black").description
-    (8, 'eight black images')
-    """
-
-    def add(load: Loads) -> Loads:
-        SOURCES[form.partition(":")[0]] = SourceSpec(form, description, load, **options)
-        return load
-
-    return add
-
-
-def find_source(name: str) -> tuple[SourceSpec, str]:
-    """The spec that a name refers to, and what follows its prefix; a plain path is a folder."""
-    prefix, _, path = name.partition(":")
-    spec = SOURCES.get(prefix)
-    if spec and (path or name == spec.form):
-        return spec, path
-    if name and Path(name).expanduser().is_dir():
-        return SOURCES["folder"], name
-    known = [spec.form for spec in SOURCES.values()]
-    forms = ", ".join(known)
-    if any(separator in name for separator in ("/", "\\")) or name.startswith(("~", ".")):
-        raise DataError(f"data.name: {name!r} is not an existing folder; check the path. Known: {forms}")
-    hint = did_you_mean(name.lower(), [form for form in known if ":" not in form])
-    raise DataError(f"data.name: unknown {name!r}; {hint}choose one of {forms}")
-
-
-def load_source(
-    name_or_path: str | Path, *, image_size: int | None = None, split: str = "train", root: Root = None
-) -> Source:
-    """Load a source by name; `image_size` crops and resizes, `root` is the cache folder (see `cache_dir`).
-
-    >>> source = load_source("digits")
-    >>> len(source), source.shape, source.num_classes
-    (1797, (1, 8, 8), 10)
-    """
-    if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
-        raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
-    spec, path = find_source(str(name_or_path))
-    if spec.splits and split not in spec.splits:
-        raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}", "missing")
-    return spec.load(Request(path, image_size, split, root))
-
-
-def expected_shape(name: str) -> Shape | None:
-    """(C, H, W) of a source's items if known without the data."""
-    return find_source(name)[0].shape
-
-
-def check(name: str, *, image_size: int | None = None, root: Root = None, split: str = "train") -> list[Problem]:
-    """Read all of a source and list every bad file, row or sample; an empty list means that all of it is good.
-
-    image_size: the size that images will be resized to; without it all must have one size.
-
-    >>> check("emoji32")
-    []
-    """
-    spec, path = find_source(name)
-    if spec.check is not None:
-        return spec.check(Request(path, image_size, split, root))
-    try:
-        source = load_source(name, image_size=1, split=split, root=root)  # with a size, loading decodes no image
-    except DataError as error:
-        return [Problem(name, error.kind, str(error))]
-    problems, sizes = [], set()
-    for item in tqdm(range(len(source)), desc=name, disable=None):
-        try:
-            size = source.verify(item)
-            sizes |= {size} if size else set()
-        except DataError as error:
-            problems.append(Problem(source.where(item), error.kind, str(error)))
-    if image_size is None and spec.shape is None and len(sizes) > 1:
-        shown = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
-        more = ", ..." if len(sizes) > 3 else ""
-        problems.append(
-            Problem(name, "invalid", f"{name}: images of {len(sizes)} sizes ({shown}{more}); set data.image_size")
-        )
-    return problems

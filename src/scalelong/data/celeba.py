@@ -7,9 +7,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.folder import image_files
 from scalelong.data.images import FileSource
+from scalelong.data.registry import Request, register
 
 CROP = 140
 SIZE = 64
@@ -55,12 +56,10 @@ def _chosen(files: list[str], root: Path, split: str) -> list[str]:
     partition = next((root / name for name in PARTITIONS if (root / name).is_file()), None)
     if partition is None:
         if split != "train":
-            raise DataError(
-                f"data.split: {root} has no {PARTITIONS[0]}, so only 'train' is known, not {split!r}", "missing"
-            )
+            raise DataError(f"data.split: {root} has no {PARTITIONS[0]}, so only 'train' is known, not {split!r}")
         return files
     if split not in SPLITS:
-        raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}", "missing")
+        raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}")
     existing, chosen = set(files), []
     for number, line in enumerate(partition.read_text().splitlines(), 1):
         words = re.split(r"[,\s]+", line.strip())
@@ -72,8 +71,8 @@ def _chosen(files: list[str], root: Path, split: str) -> list[str]:
             )
         if words[1] == str(SPLITS[split]):
             if words[0] not in existing:
-                raise DataError(f"{partition} line {number}: {words[0]} is not among the images; restore it", "missing")
+                raise DataError(f"{partition} line {number}: {words[0]} is not among the images; restore it")
             chosen.append(words[0])
     if not chosen:
-        raise DataError(f"{partition}: names no image of split {split!r}; get it again", "missing")
+        raise DataError(f"{partition}: names no image of split {split!r}; get it again")
     return chosen

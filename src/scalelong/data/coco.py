@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.images import FileSource
+from scalelong.data.registry import Request, register
 
 KARPATHY = "dataset_coco.json"
 KARPATHY_SPLITS = {"train": ("train", "restval"), "val": ("val",), "test": ("test",)}
@@ -31,7 +32,7 @@ class CocoSource(FileSource):
         self.folder = Path(request.path).expanduser()
         self.name = f"coco:{request.path}"
         if not self.folder.is_dir():
-            raise DataError(f"data.name: {self.folder} is not an existing folder; check the path", "missing")
+            raise DataError(f"data.name: {self.folder} is not an existing folder; check the path")
         entries = _entries(self.folder, request.split)
         self.files = [file for file, _ in entries]
         self.captions = [" ".join(caption.split()) for _, captions in entries for caption in captions]
@@ -49,26 +50,24 @@ def _entries(folder: Path, split: str) -> list[_Entry]:
         table = next((file for file in (folder / KARPATHY, folder / "annotations" / KARPATHY) if file.is_file()), None)
         if table is None:
             raise DataError(
-                f"data.name: {folder} holds neither annotations/captions_{split}2014.json nor {KARPATHY}; put one there",
-                "missing",
+                f"data.name: {folder} holds neither annotations/captions_{split}2014.json nor {KARPATHY}; put one there"
             )
         if split not in KARPATHY_SPLITS:
-            raise DataError(f"data.split: {table} has {', '.join(KARPATHY_SPLITS)}, not {split!r}", "missing")
+            raise DataError(f"data.split: {table} has {', '.join(KARPATHY_SPLITS)}, not {split!r}")
         found = _karpathy(folder, _json(table), KARPATHY_SPLITS[split])
     try:
         entries = sorted(found)
     except (KeyError, TypeError) as error:
-        raise DataError(f"{table}: is not a caption file of COCO (no {error}); get it again", "unreadable") from error
+        raise DataError(f"{table}: is not a caption file of COCO (no {error}); get it again") from error
     if not entries:
-        raise DataError(f"{table}: names no image of this split; choose another data.split", "missing")
+        raise DataError(f"{table}: names no image of this split; choose another data.split")
     folders = [(home, folder / home) for home in {str(Path(file).parent) for file, _ in entries}]
     existing = {f"{home}/{path.name}" for home, place in folders if place.is_dir() for path in place.iterdir()}
     missing = [file for file, _ in entries if file not in existing]
     if missing:
         raise DataError(
             f"{table}: {len(missing)} of {len(entries)} images are not below {folder}, the first is {missing[0]}; the "
-            "captions and the images do not belong together, or images are missing",
-            "missing",
+            "captions and the images do not belong together, or images are missing"
         )
     without = [file for file, captions in entries if not captions]
     if without:
@@ -107,4 +106,4 @@ def _json(table: Path) -> Any:
     try:
         return json.loads(table.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise DataError(f"{table}: cannot be read as JSON ({error}); get it again", "unreadable") from error
+        raise DataError(f"{table}: cannot be read as JSON ({error}); get it again") from error

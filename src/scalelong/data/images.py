@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Kind, MemorySource, Shape, Source, hashed_items
+from scalelong.data.base import DataError, MemorySource, Shape, Source, hashed_items
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -48,8 +48,7 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
                 bands = len(image.getbands())
                 raise DataError(
                     f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode} ({bands} channel(s)); "
-                    "convert it to 8-bit RGB or remove it",
-                    "wrong channels",
+                    "convert it to 8-bit RGB or remove it"
                 )
             image.load()
             # looking for an orientation is slow for small images
@@ -59,12 +58,12 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{where}: no such file; restore it or remove the link to it", "missing") from error
+        raise DataError(f"{where}: no such file; restore it or remove the link to it") from error
     except _BROKEN_FILE as error:
         empty = isinstance(file, Path) and file.is_file() and file.stat().st_size == 0
         truncated = empty or isinstance(error, EOFError) or "truncated" in str(error).lower()
-        kind: Kind = "truncated" if truncated else "unreadable"
-        raise DataError(f"{where}: {kind} image ({error}); replace or delete the file", kind) from error
+        fault = "truncated" if truncated else "unreadable"
+        raise DataError(f"{where}: {fault} image ({error}); replace or delete the file") from error
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:

@@ -22,18 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import (
-    DataError,
-    Problem,
-    Request,
-    Root,
-    Source,
-    checked_labels,
-    gather_rows,
-    load_source,
-    register,
-)
+from scalelong.data.base import DataError, Problem, Root, Source, checked_labels, gather_rows
 from scalelong.data.download import Expected, bad_files
+from scalelong.data.registry import Request, load_source, register
 from scalelong.random import normal
 
 PREFIX = "latents"
@@ -53,7 +44,7 @@ def _check(request: Request) -> list[Problem]:
         index = read_index(folder)
         latent_autoencoder(folder, index)
     except (DataError, FileNotFoundError) as error:
-        return [Problem(str(folder), getattr(error, "kind", "missing"), str(error))]
+        return [Problem(str(folder), str(error))]
     return check_latents(folder, index)
 
 
@@ -72,10 +63,10 @@ class LatentSource(Source):
             )
         split = self.index["source"]["split"]
         if request.split != split:
-            raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}", "missing")
+            raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}")
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
         if problems:
-            raise DataError(problems[0].message, problems[0].kind)
+            raise DataError(problems[0].message)
         notes = json.loads((self.folder / ANNOTATIONS).read_text())
         self.captions = notes["captions"]
         self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
@@ -122,7 +113,7 @@ class LatentSource(Source):
                 with safe_open(path, framework="pt") as file:
                     tensor = file.get_tensor(TENSOR)
             except (OSError, SafetensorError) as error:
-                raise DataError(f"{path}: not a whole shard ({error}); encode again", "truncated") from error
+                raise DataError(f"{path}: not a whole shard ({error}); encode again") from error
             if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
                 raise DataError(f"{path}: {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}; encode again")
             self._shards[number] = tensor.numpy()
@@ -140,11 +131,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         unfinished = (folder / PLAN).is_file()
         remedy = "run the same `scalelong data encode` again to continue" if unfinished else "check the path"
         what = "the encoding is not finished" if unfinished else f"not latents (no {INDEX})"
-        raise DataError(f"data.name: {folder}: {what}; {remedy}", "missing")
+        raise DataError(f"data.name: {folder}: {what}; {remedy}")
     try:
         index: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error}); encode again", "unreadable") from error
+        raise DataError(f"{path}: is not JSON ({error}); encode again") from error
     if index.get("format") != FORMAT:
         raise DataError(f"{path}: format {index.get('format')!r}, expected {FORMAT!r}; encode again with this version")
     return index
@@ -172,8 +163,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | tor
     if found.digest != index["autoencoder"]["sha256"]:
         raise DataError(
             f"{folder / AUTOENCODER}: is another autoencoder (sha256 {found.digest[:12]}) than the latents were made "
-            f"with ({index['autoencoder']['sha256'][:12]}); put the right one back, or encode again",
-            "wrong hash",
+            f"with ({index['autoencoder']['sha256'][:12]}); put the right one back, or encode again"
         )
     return found
 
@@ -191,8 +181,7 @@ def decoder(name: str, device: str | torch.device, fingerprint: str = "") -> Aut
     if fingerprint and fingerprint != index_digest(index):
         raise DataError(
             f"{path}: holds other latents than the model was trained on (another autoencoder, or encoded anew); "
-            "put the right ones back",
-            "wrong hash",
+            "put the right ones back"
         )
     return latent_autoencoder(path, index, device)
 

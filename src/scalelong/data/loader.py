@@ -97,7 +97,7 @@ class Loader(ABC):
 
     def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
-            raise DataError(f"{source.name}: no items; check data.name", "missing")
+            raise DataError(f"{source.name}: no items; check data.name")
         self.source, self.seed, self.flip = source, seed, flip
         self.device = torch.device(device)
         self._labels = None if source.labels is None else source.labels.to(self.device)

@@ -144,9 +144,7 @@ def read_features(path: Path, count: int) -> TextFeatures:
             metadata: dict[str, str] = file.metadata() or {}
             found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
     except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"{path}: not a whole feature file ({error}); delete it to make it again", "truncated"
-        ) from error
+        raise DataError(f"{path}: not a whole feature file ({error}); delete it to make it again") from error
     if len(found.rows) != count:
         raise DataError(f"{path}: features of {len(found.rows)} captions for {count}; delete it to make it again")
     return found
@@ -188,8 +186,7 @@ def _load(where: str, name: str) -> tuple[Any, Any, int]:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"condition.encoder: {name!r} could not be loaded ({reason}); use minilm, a hub name or a folder of "
-            "transformers with safetensors",
-            "missing",
+            "transformers with safetensors"
         ) from error
     limit = min(
         tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)

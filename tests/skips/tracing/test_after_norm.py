@@ -172,7 +172,7 @@ def test_what_it_is_not_for_is_refused(build_model, method, options, message) ->
 
 
 @pytest.mark.parametrize("part", ["norm", "short"])
-def test_a_module_that_serves_two_blocks_is_refused(part: str) -> None:
+def test_a_module_shared_by_two_blocks_is_refused(part: str) -> None:
     model = net(4)
     setattr(model.up[2], part, getattr(model.up[1], part))
     with pytest.raises(

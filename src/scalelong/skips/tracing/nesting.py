@@ -48,14 +48,9 @@ class SkipPath:
 
 def find_skip_paths(trace: Trace) -> list[SkipPath]:
     """All skip paths in order of their joins, without those of dense blocks, where one join has several."""
-    paths: list[SkipPath] = []
-    dense: set[int] = set()
-    for node in trace.nodes:
-        found = list(_paths_to(trace, node))
-        if len(found) > 1:
-            dense.update(path.source for path in found)
-        paths += found if len(found) == 1 else []
-    return [path for path in paths if path.source not in dense]
+    by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
+    dense = {path.source for found in by_join if len(found) > 1 for path in found}
+    return [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
 
 
 def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:

@@ -7,6 +7,7 @@ with a weight matrix or kernel of the model. A module call is an interval of nod
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +58,12 @@ class Node:
     op: int  # number of the op
     call: int  # innermost module call around it
     shape: tuple[int, ...]
-    weighted: bool = False
-    weight: str | None = None  # name of the weight
+    weight: str | None = None  # name of the weight matrix or kernel that the data was mixed with
     join: Join | None = None
+
+    @property
+    def weighted(self) -> bool:
+        return self.weight is not None
 
 
 @dataclass
@@ -107,13 +111,9 @@ class Trace:
 
     def weights_between(self, first: int, last: int, at_most: int) -> int:
         """Number of weighted ops on the paths from `first` to `last`, capped at `at_most`."""
-        found = 0
-        for node in self.nodes[first + 1 : last + 1]:
-            if node.weighted and self.leads_to(first, node.index) and self.leads_to(node.index, last):
-                found += 1
-                if found >= at_most:
-                    break
-        return found
+        weighted = (node.index for node in self.nodes[first + 1 : last + 1] if node.weighted)
+        between = (node for node in weighted if self.leads_to(first, node) and self.leads_to(node, last))
+        return sum(1 for _ in itertools.islice(between, at_most))
 
     def stack(self, node: int) -> list[int]:
         """Module calls around a node, outermost first."""
@@ -165,13 +165,12 @@ class _Recorder(CountingMode):
             self.add(args[0], parents, name, op)
             return result
         in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-        matrix = next((key for tensor, key in weights if tensor.ndim >= 2), None)
-        weighted = matrix is not None and name not in ELEMENTWISE
+        matrices = [key for tensor, key in weights if tensor.ndim >= 2 and name not in ELEMENTWISE]
         for tensor in tensors_in(result):
             if not in_place and any(tensor is other for other in given):
                 continue  # contiguous(), to() and others may return their input
             if parents:
-                self.add(tensor, parents, name, op, weighted=weighted, weight=matrix if weighted else None, join=found)
+                self.add(tensor, parents, name, op, weight=next(iter(matrices), None), join=found)
             elif weights and tensor not in self.weight_of:
                 self.weight_of[tensor] = weights[0][1]
             else:
@@ -208,7 +207,7 @@ class _Recorder(CountingMode):
             for tensor in tensors_in(result):  # a tensor from outside torch functions, e.g. a custom op
                 if sources and not any(tensor in known for known in (self.node_of, self.weight_of, self.constants)):
                     weight = next((self.weight_of[p] for p in module.parameters() if p in self.weight_of), None)
-                    self.add(tensor, sources, "module", weighted=weight is not None, weight=weight)
+                    self.add(tensor, sources, "module", weight=weight)
                 if tensor in self.node_of:
                     call.returned.add(self.node_of[tensor])
         call.end = len(self.nodes)

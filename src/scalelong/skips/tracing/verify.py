@@ -2,17 +2,13 @@
 
 The oracle is a run without hooks in which the operand of the join op itself is scaled. `verify` compares outputs and
 gradients of the hooked model with it, one skip at a time, on a copy with noise on its zero weights (behind a zero weight
-every mistake is invisible). `measure_reach` scales the operand by 1, 1/2 and 0 and compares the inputs of the next weighted
-layers:
+every mistake is invisible). `measure_reach` scales the operand by 1, 1/2 and 0. The input of a next weighted layer is either
+linear in kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over both operands, an activation):
 
-    linear in kappa              the layer sees kappa in full
-    the same for 1 and 1/2       a normalization in between cancels kappa, unless it is exactly 0
-    anything else                a normalization over hidden and skip channels, or an activation, bends kappa
-
-    full      every next layer sees kappa in full
-    shortcut  some do (a ResNet block's shortcut, a residual stream), for the others kappa is cancelled
-    partial   some layer sees a bent kappa
-    none      kappa is cancelled everywhere
+    full      linear for every next layer
+    shortcut  linear for some (a ResNet block's shortcut, a residual stream), cancelled for the others
+    partial   neither for some layer
+    none      cancelled everywhere
 """
 
 from __future__ import annotations
