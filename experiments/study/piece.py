@@ -141,6 +141,8 @@ def specs(piece: Piece, work: Path, data: str, deadline: float) -> list[Spec]:
     """One worker per run."""
     same = ("steps", "batch", "lr", "warmup", "dim", "depth", "heads", "patch", "loss_every", "fid_at")
     shared = {key: getattr(piece, key) for key in same} | {"folder": str(work), "data": data, "deadline": deadline}
+    if not data:
+        shared["num_samples"] = 0
     return [Spec(run.name, run.method, run.seed, options=dict(run.options), **shared) for run in piece.runs]
 
 
