@@ -27,6 +27,7 @@ class Run:
     method: str
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0  # 0: as many as the piece
 
     @property
     def label(self) -> str:
@@ -80,9 +81,9 @@ class Speed:
 
     def seconds(self, piece: Piece) -> float:
         """Seconds that the piece takes from start to last row."""
-        training = len(piece.runs) * piece.steps * self.ms_per_step * piece.cost / 1000
-        fids = len(piece.runs) * sum(step <= piece.steps for step in piece.fid_at) * self.fid_s * piece.cost
-        return self.startup_s + training + fids
+        steps = [run.steps or piece.steps for run in piece.runs]
+        fids = sum(at <= last for last in steps for at in piece.fid_at)
+        return self.startup_s + piece.cost * (sum(steps) * self.ms_per_step / 1000 + fids * self.fid_s)
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ def _piece(entry: Mapping[str, Any]) -> Piece:
 
 
 def _run(entry: Mapping[str, Any], seed: int, where: str) -> Run:
-    options = {key: value for key, value in entry.items() if key not in ("method", "seeds")}
+    options = {key: value for key, value in entry.items() if key not in ("method", "seeds", "steps")}
     method = entry.get("method", "")
     try:
         ScalingConfig.create(method, **options)
     except (TypeError, ValueError) as error:
         raise StudyError(f"{where}.runs: {error}") from error
-    return Run(method, seed, options)
+    return Run(method, seed, options, entry.get("steps", 0))
 
 
 def _from_keys(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -143,7 +143,12 @@ def specs(piece: Piece, work: Path, data: str, deadline: float) -> list[Spec]:
     shared = {key: getattr(piece, key) for key in same} | {"folder": str(work), "data": data, "deadline": deadline}
     if not data:
         shared["num_samples"] = 0
-    return [Spec(run.name, run.method, run.seed, options=dict(run.options), **shared) for run in piece.runs]
+    return [
+        Spec(
+            run.name, run.method, run.seed, options=dict(run.options), **(shared | {"steps": run.steps or piece.steps})
+        )
+        for run in piece.runs
+    ]
 
 
 def collect(piece: Piece, work: Path) -> list[dict[str, Any]]:
@@ -258,7 +263,9 @@ def _main(options: argparse.Namespace) -> None:
     piece, speed = queue.find(options.piece), queue.speed
     work.mkdir(parents=True, exist_ok=True)
     if options.speed_test:
-        piece = dataclasses.replace(piece, steps=options.speed_test, fid_at=(), loss_every=options.speed_test // 4)
+        runs = tuple(dataclasses.replace(run, steps=0) for run in piece.runs)
+        settings = {"steps": options.speed_test, "loss_every": options.speed_test // 4, "fid_at": ()}
+        piece = dataclasses.replace(piece, runs=runs, **settings)
         run_piece(piece, work, "", None, float("inf"))
         print(json.dumps(outcomes(piece, work), indent=1))
         return

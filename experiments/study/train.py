@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,17 +147,15 @@ class Weights:
         sizes = [-(-p.numel() // 64) * 64 for p in self.parameters]  # every tensor starts at an aligned address
         device = self.parameters[0].device
         self.master = torch.zeros(sum(sizes), device=device)
-        self.gradient = torch.zeros_like(self.master)
         low_size = sum(s for p, s in zip(self.parameters, sizes, strict=True) if id(p) in products)
         self.low = torch.zeros(low_size, dtype=dtype, device=device)
-        self.gradients = []
-        start = 0
+        self.padding, start = [], 0
         for parameter, size in zip(self.parameters, sizes, strict=True):
             place = slice(start, start + parameter.numel())
             self.master[place].copy_(parameter.detach().flatten())
-            self.gradients.append(self.gradient[place].view(parameter.shape))
             used = self.low if id(parameter) in products else self.master
             parameter.data = used[place].view(parameter.shape)
+            self.padding.append(used.new_zeros(size - parameter.numel()))
             start += size
         self.load(self.master.clone())
 
@@ -167,9 +165,19 @@ class Weights:
         self.master.copy_(values)
         self.low.copy_(self.master[: len(self.low)])
 
+    def flatten(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradients of all parameters as two flat tensors: those of `low`, in its dtype, and the rest."""
+        flat: dict[bool, list[Tensor]] = {True: [], False: []}
+        count = 0
+        for gradient, padding in zip(gradients, self.padding, strict=True):
+            flat[count < len(self.low)] += [gradient.reshape(-1), padding]
+            count += gradient.numel() + padding.numel()
+        return torch.cat(flat[True]), torch.cat(flat[False])
+
 
 def adamw(master: Tensor, low: Tensor, gradient: Tensor, m: Tensor, v: Tensor, ema: Tensor, step: Tensor, lr, warmup):
     """AdamW on flat tensors, the EMA and the low-precision copy: one pass over memory once compiled."""
+    gradient = gradient.float()
     rate = lr * (step / warmup).clamp(max=1.0)
     m.lerp_(gradient, 1 - BETAS[0])
     v.lerp_(gradient.square(), 1 - BETAS[1])
@@ -199,6 +207,10 @@ class Trainer:
         self.spec, self.images, device = spec, images, images.device
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
+        if self.on_gpu:
+            from kernels import speed_up
+
+            speed_up(self.model)
         self.weights = Weights(self.model, torch.bfloat16 if self.on_gpu else torch.float32)
         self.start = self.weights.master.clone()
         self.ema, self.m, self.v = (torch.zeros_like(self.start) for _ in range(3))
@@ -217,15 +229,16 @@ class Trainer:
         self.uniforms.uniform_(generator=self.generator)
         self.noise.normal_(generator=self.generator)
         loss = self._loss(self.model, self.images, self.index, self.uniforms, self.noise)
-        found = torch.autograd.grad(loss, self.weights.parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, self.weights.parameters, materialize_grads=True)
         with torch.no_grad():
-            used = [(into, g) for into, g in zip(self.weights.gradients, found, strict=True) if g is not None]
-            torch._foreach_copy_([into for into, _ in used], [g for _, g in used])
             self.step += 1
             self.loss_sum += loss.detach()
-            w = self.weights
-            state = (w.master, w.low, w.gradient, self.m, self.v, self.ema)
-            self._adamw(*state, self.step, self.spec.lr, self.spec.warmup)
+            w, split = self.weights, len(self.weights.low)
+            for part, low, gradient in zip(
+                (slice(split), slice(split, None)), (w.low, w.low[:0]), w.flatten(gradients), strict=True
+            ):
+                state = (w.master[part], low, gradient, self.m[part], self.v[part], self.ema[part])
+                self._adamw(*state, self.step, self.spec.lr, self.spec.warmup)
 
     def _steps(self) -> None:
         for _ in range(self.spec.steps_per_graph):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -232,3 +234,30 @@ def test_results_of_another_commit_or_data_set_are_not_joined(finished, tmp_path
     with pytest.raises(StudyError, match=r"results\.commit: tiny was trained by commit abc.*--accept-commit abc"):
         check_joinable(tmp_path, "other", "def", "d0")
     check_joinable(tmp_path, "other", "def", "d0", accept_commit="abc")
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+def test_gradients_are_flattened_in_the_order_of_the_weights(tmp_path) -> None:
+    weights = worker.Weights(worker.build_model(tiny_spec(tmp_path, RUNS[1])), torch.float32)
+    low, rest = weights.flatten([parameter.detach() for parameter in weights.parameters])
+    assert torch.equal(torch.cat([low, rest]), weights.master)
+
+
+@pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="set TRITON_INTERPRET=1 to run the kernels on a CPU")
+def test_the_kernels_are_the_plain_network(tmp_path) -> None:
+    kernels = pytest.importorskip("kernels")
+    model = worker.build_model(tiny_spec(tmp_path, dim=128, heads=2, depth=2, patch=4))
+    fast = copy.deepcopy(model)
+    kernels.speed_up(fast)
+    assert type(fast.mid_block.attn) is kernels.FastAttention
+    x, time = torch.randn(2, 3, 32, 32), torch.rand(2)
+    outputs = [net(x, time) for net in (model, fast)]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    ours, theirs = (
+        torch.autograd.grad(output.square().sum(), list(net.parameters()))
+        for net, output in zip((model, fast), outputs, strict=True)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
