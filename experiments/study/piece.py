@@ -137,10 +137,11 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
         subprocess.run([control], input="quit\n", text=True, env=os.environ | env, timeout=60)
 
 
-def specs(piece: Piece, work: Path, data: str, deadline: float) -> list[Spec]:
+def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = True) -> list[Spec]:
     """One worker per run."""
     same = ("steps", "batch", "lr", "warmup", "dim", "depth", "heads", "patch", "loss_every", "fid_at")
     shared = {key: getattr(piece, key) for key in same} | {"folder": str(work), "data": data, "deadline": deadline}
+    shared["kernels"] = kernels
     if not data:
         shared["num_samples"] = 0
     return [
@@ -181,14 +182,16 @@ def check_paired(piece: Piece, work: Path) -> None:
                 )
 
 
-def run_piece(piece: Piece, work: Path, data: str, inception: Path | None, deadline: float) -> None:
-    """Start all processes, gather rows until the last one has ended."""
+def run_piece(
+    piece: Piece, work: Path, data: str, inception: Path | None, deadline: float, kernels: bool = True
+) -> None:
+    """Start all processes, gather rows until the last one has ended. `touch WORK/RUN.stop` ends one run early."""
     here = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
     cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(work / "inductor"))}
     with mps(work / "mps") as clients:
         env = os.environ | here | cache | clients
         workers = []
-        for spec in specs(piece, work, data, deadline):
+        for spec in specs(piece, work, data, deadline, kernels):
             path = work / f"{spec.name}.json"
             write_spec(spec, path)
             workers.append(_start(work / f"{spec.name}.log", env, HERE / "train.py", path))
@@ -245,6 +248,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="time for this piece, default: the queue's limit")
     parser.add_argument("--ms-per-step", type=float, help="measured speed, default: the queue's")
     parser.add_argument("--speed-test", type=int, metavar="STEPS", help="train on random images and print ms per step")
+    parser.add_argument("--plain", action="store_true", help="without the Triton kernels")
     parser.add_argument("--merge-only", action="store_true", help="merge a finished working folder into the results")
     parser.add_argument("--accept-commit", default="", help="an earlier commit whose results may be joined")
     options = parser.parse_args()
@@ -266,7 +270,7 @@ def _main(options: argparse.Namespace) -> None:
         runs = tuple(dataclasses.replace(run, steps=0) for run in piece.runs)
         settings = {"steps": options.speed_test, "loss_every": options.speed_test // 4, "fid_at": ()}
         piece = dataclasses.replace(piece, runs=runs, **settings)
-        run_piece(piece, work, "", None, float("inf"))
+        run_piece(piece, work, "", None, float("inf"), not options.plain)
         print(json.dumps(outcomes(piece, work), indent=1))
         return
     if options.minutes:
@@ -277,7 +281,7 @@ def _main(options: argparse.Namespace) -> None:
     commit, data = code_commit(), prepare_data(options.data, work / "data.npz")
     check_joinable(options.results, piece.name, commit, data, options.accept_commit)
     deadline = begun + 60 * speed.limit_minutes - FINAL_SECONDS * len(piece.runs)
-    run_piece(piece, work, str(work / "data.npz"), options.inception, deadline)
+    run_piece(piece, work, str(work / "data.npz"), options.inception, deadline, not options.plain)
     about = {
         "name": piece.name,
         "command": shlex.join(["python", "experiments/study/piece.py", piece.name]),

@@ -74,6 +74,7 @@ class Spec:
     num_samples: int = 10_000
     eval_batch: int = 1000
     steps_per_graph: int = 5
+    kernels: bool = True  # use the Triton kernels on a GPU
     deadline: float = math.inf  # Unix time at which training stops, wherever it is
 
 
@@ -207,7 +208,7 @@ class Trainer:
         self.spec, self.images, device = spec, images, images.device
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
-        if self.on_gpu:
+        if self.on_gpu and spec.kernels:
             from kernels import speed_up
 
             speed_up(self.model)
@@ -321,9 +322,13 @@ def compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
 
 
 def train(spec: Spec, device: torch.device) -> str:
-    """Train to the last step, the deadline or divergence, and say which; rows go to NAME.jsonl as they are measured."""
+    """Train to the last step, the deadline, divergence or until NAME.stop appears, and say which.
+
+    Rows go to NAME.jsonl as they are measured.
+    """
     folder = Path(spec.folder)
     (folder / "samples").mkdir(parents=True, exist_ok=True)
+    stop = folder / f"{spec.name}.stop"
     begun = time.time()
     images, test = (part.to(device) for part in read_images(spec))
     trainer = Trainer(spec, images)
@@ -347,11 +352,13 @@ def train(spec: Spec, device: torch.device) -> str:
             trainer.advance()
             step += spec.steps_per_graph
             if step % (spec.steps_per_graph * 40) == 0 and trainer.on_gpu:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize()  # replays are queued: without this the clock runs ahead of the GPU
             if step >= spec.steps:
                 end = "complete"
             elif time.time() > spec.deadline:
                 end = "deadline"
+            elif step % (spec.steps_per_graph * 40) == 0 and stop.exists():
+                end = "stopped"
             if step % spec.loss_every and step not in spec.fid_at and not end:
                 continue
             train_loss = float(trainer.loss_sum) / (step - counted)
