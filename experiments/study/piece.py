@@ -33,8 +33,8 @@ from train import PROTOCOL, Spec, write_spec
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "study"
-COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds")
-FINAL_SECONDS = 12  # per run: the last evaluation, samples and FID after the deadline
+COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss")
+FINAL_SECONDS = 20  # per run: the last evaluation, samples and FID after the deadline
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -164,6 +164,7 @@ def collect(piece: Piece, work: Path) -> list[dict[str, Any]]:
             "test_loss": f"{row['test_loss']:.6g}",
             "fid": fids.get((run.name, row["step"]), ""),
             "seconds": row["seconds"],
+            "train_loss": f"{row['train_loss']:.6g}",
         }
         for run in piece.runs
         for row in _json_lines(work / f"{run.name}.jsonl")

@@ -20,6 +20,7 @@ import train as worker
 from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from fid import Gaussian, Reference
 from piece import check_joinable, check_paired, collect, merge, outcomes, read_rows, specs, write_rows
+from plot import intervals_ahead, relative, smoothed, speed_up
 
 import scalelong
 from scalelong.diffusion import VPSDE, Objective
@@ -53,6 +54,9 @@ def test_the_queue_is_valid_and_its_first_open_piece_can_start() -> None:
     queue = read_queue()
     first = next(piece for piece in queue.pieces if piece.status != "done")
     check_startable(first, queue.speed)
+    for piece in queue.pieces:
+        if piece.runs and piece.status == "open":
+            assert piece.minutes == pytest.approx(queue.speed.seconds(piece) / 60, abs=0.2), piece.name
 
 
 def written(tmp_path: Path, *pieces: dict) -> Path:
@@ -234,6 +238,16 @@ def test_results_of_another_commit_or_data_set_are_not_joined(finished, tmp_path
     with pytest.raises(StudyError, match=r"results\.commit: tiny was trained by commit abc.*--accept-commit abc"):
         check_joinable(tmp_path, "other", "def", "d0")
     check_joinable(tmp_path, "other", "def", "d0", accept_commit="abc")
+
+
+def test_curves_are_compared_with_the_unscaled_run() -> None:
+    baseline, curve = {1: 4.0, 2: 2.0, 3: 1.0, 4: 0.8}, {1: 5.0, 2: 1.8, 3: 1.1, 4: 0.6}
+    difference = relative(curve, baseline)
+    assert difference == pytest.approx({1: 25, 2: -10, 3: 10, 4: -25})
+    assert intervals_ahead(difference) == [(2, 2), (4, 4)]
+    assert speed_up(curve, baseline) == pytest.approx(4 / 3.6)
+    assert speed_up(baseline, curve) is None
+    assert smoothed(baseline, width=2) == pytest.approx({2: 3.0, 3: 1.5, 4: 0.9})
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
