@@ -130,7 +130,8 @@ def test_rows_samples_and_events_are_written(finished) -> None:
     lines = [json.loads(line) for line in (finished / f"{RUNS[1].name}.jsonl").read_text().splitlines()]
     assert lines[-1] == {"event": "end", "reason": "complete", "step": 8}
     assert lines[1]["coefficients"] == pytest.approx([0.95, 0.95], abs=0.02)
-    assert len(lines[1]["bins"]) == worker.NOISE_BINS
+    assert len(lines[1]["bins"]) == len(lines[1]["raw_bins"]) == worker.NOISE_BINS
+    assert sum(lines[1]["bins"]) / worker.NOISE_BINS == pytest.approx(lines[1]["test_loss"], rel=1e-4)
     assert outcomes(PIECE, finished)["none-seed0"]["end"] == "complete"
 
 
