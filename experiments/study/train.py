@@ -209,7 +209,7 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
         if self.on_gpu and spec.kernels:
-            from kernels import speed_up
+            from fast_uvit import speed_up
 
             speed_up(self.model)
         self.weights = Weights(self.model, torch.bfloat16 if self.on_gpu else torch.float32)

@@ -262,7 +262,7 @@ def test_gradients_are_flattened_in_the_order_of_the_weights(tmp_path) -> None:
 
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="set TRITON_INTERPRET=1 to run the kernels on a CPU")
 def test_the_kernels_are_the_plain_network(tmp_path) -> None:
-    kernels = pytest.importorskip("kernels")
+    kernels = pytest.importorskip("fast_uvit")
     model = worker.build_model(tiny_spec(tmp_path, dim=128, heads=2, depth=2, patch=4))
     fast = copy.deepcopy(model)
     kernels.speed_up(fast)
