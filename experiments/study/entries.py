@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from scalelong.methods import ScalingConfig
+from scalelong.scaling.registry import ScalingConfig
 
 QUEUE = Path(__file__).with_name("queue.yaml")
 
