@@ -42,8 +42,7 @@ FINAL_SECONDS = 20  # per run: the last evaluation, samples and FID after the de
 
 def prepare_data(folder: Path | None, target: Path) -> str:
     """Write CIFAR-10 as one .npz and return the fingerprint of its pixels."""
-    from scalelong.data import cifar10
-    from scalelong.data import cache_dir
+    from scalelong.data import cache_dir, cifar10
 
     folder = folder or cache_dir() / "cifar10"
     arrays = {split: cifar10.read(folder, split)[0].numpy() for split in ("train", "test")}

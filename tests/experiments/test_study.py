@@ -26,6 +26,7 @@ import scalelong
 from scalelong.diffusion import VPSDE, Objective
 from scalelong.diffusion import sample as library_sample
 from scalelong.evaluation.frechet import frechet_distance
+from scalelong.runs.settings import SamplingSettings
 
 TINY = {"batch": 4, "dim": 16, "depth": 4, "heads": 2, "patch": 8, "steps": 8, "loss_every": 4, "warmup": 3}
 SMALL = {"train_images": 50, "test_images": 20, "num_samples": 8, "eval_batch": 10, "steps_per_graph": 2}
@@ -181,7 +182,7 @@ def test_the_sampler_is_the_library_s() -> None:
 
     start = torch.randn(4, 3, 8, 8)
     ours = worker.sample(lambda x, t: network(x, 999 * t), start, steps=20)
-    theirs = library_sample(Objective(VPSDE()), network, start, sampler="dpm++2m", steps=20, clip=True)
+    theirs = library_sample(Objective(VPSDE()), network, start, SamplingSettings("dpm++2m", steps=20, clip=True))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
