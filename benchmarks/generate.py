@@ -5,6 +5,7 @@ python benchmarks/generate.py --num 10000 --out benchmarks/results/generate.json
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import tyro
 
 from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
-from scalelong.evaluation import InceptionFeatures, generate
+from scalelong.evaluation import InceptionFeatures
+from scalelong.runs.settings import SamplingPrecision, SamplingSettings
+from scalelong.training import sample_images
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Benchmark:
     steps: int = 50
     batch_sizes: tuple[int, ...] = (1000, 2000)
     modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
-    precision: str = "bf16"
+    precision: SamplingPrecision = "bf16"
     weights: str | None = None  # file of the Inception weights; default: fetched
     out: str = ""
 
@@ -46,13 +49,14 @@ def main() -> None:
     for what in command.modes:
         net = torch.compile(model) if what == "compiled" else model
         for batch_size in command.batch_sizes:
-            options = {
-                "shape": (3, 32, 32), "sampler": "dpm++2m", "batch_size": batch_size, "clip": True,
-                "precision": command.precision, "device": device, "progress": False,
-            }  # fmt: skip
-            generate(Objective(VPSDE()), net, num_images=batch_size, steps=2, **options)  # warm up
+            settings = SamplingSettings(
+                "dpm++2m", command.steps, command.num, precision=command.precision, batch_size=batch_size
+            )
+            network = (Objective(VPSDE()), net, (3, 32, 32))
+            warm_up = dataclasses.replace(settings, steps=2, count=batch_size)
+            sample_images(*network, warm_up, progress=False)
             started = time.perf_counter()
-            images = generate(Objective(VPSDE()), net, num_images=command.num, steps=command.steps, **options)
+            images = sample_images(*network, settings, progress=False)
             rows.append({"what": f"{what}, batch {batch_size}", "seconds": time.perf_counter() - started})
             print(rows[-1], flush=True)
     for precision in ("fp32", "tf32"):

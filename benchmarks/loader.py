@@ -1,10 +1,10 @@
-"""How many images per second the loader gives from tar shards, beside two plain peers that read the same images.
+"""Images per second that the loader reads from tar shards, beside two plain peers that read the same images.
 
 The peers: a folder of the same PNG files read with Pillow in a plain torch DataLoader, and the shards read from front to
 back with tarfile and Pillow, as sequential readers of shards do. All have the same number of worker processes.
 
 python benchmarks/loader.py --out benchmarks/results/loader.json
-chrt -r 10 python benchmarks/loader.py --out benchmarks/results/loader.json   # where other programs want the cores too
+chrt -r 10 python benchmarks/loader.py --out benchmarks/results/loader.json   # on a machine that runs other programs, too
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Sequential(IterableDataset[Tensor]):
 
 
 def write(folder: Path, command: Benchmark) -> tuple[list[Path], list[Path]]:
-    """The same pictures (emoji, which compress as pictures do) as files and as shards."""
+    """Write the same images (emoji) as files and as shards."""
     source = load_source("emoji32", image_size=command.size)
     contents = []
     for item in range(len(source)):

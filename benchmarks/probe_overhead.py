@@ -22,7 +22,6 @@ import torch
 import tyro
 from torch import nn
 
-from scalelong.cli.train import oscillation_probe
 from scalelong.runs.oscillation import PROBE_EVERY
 from scalelong.stability import OscillationProbe
 from scalelong.training import RunConfig, Trainer, get_preset
@@ -47,7 +46,7 @@ def main() -> None:
     )
     clock = time.perf_counter if on_gpu else time.process_time
     seconds: dict[str, list[float]] = {"plain": [], "probed": []}
-    probe = TimedProbe(oscillation_probe(trainer, PROBE_EVERY), clock)
+    probe = TimedProbe(OscillationProbe(trainer.model, trainer.probe_inputs(), every=PROBE_EVERY), clock)
     run_window(trainer, 0, probe)
     probe.seconds.clear()
     for window in range(1, 2 * command.windows + 1):
@@ -106,13 +105,13 @@ def run_window(trainer: Trainer, window: int, probe: TimedProbe | None) -> None:
     for number in range(1, PROBE_EVERY + 1):
         step = window * PROBE_EVERY + number
         index = sample_indices(trainer.config, step, 0, 0, 1)
-        pending = trainer.stepper.compute(step, trainer.loader.batches([index]), stop=False)
+        pending = trainer.stepper.compute(step, trainer.loader.batches([index]))
         trainer.stepper.update(pending)
-        trainer.ema.update(trainer.model, step)
+        trainer.ema.update(step)
         if probe is not None:
             probe(step, trainer.model)
         trainer.stepper.clear()
-        pending.read(1)
+        pending.read()
 
 
 if __name__ == "__main__":

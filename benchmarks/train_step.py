@@ -25,8 +25,7 @@ from scalelong.data import MemorySource, make_loader
 from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.ema import Ema
-from scalelong.training.step import Pending, Stepper, sample_indices
+from scalelong.training.step import EMA, Pending, Stepper, sample_indices
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,17 @@ def our_steps(config: RunConfig, device: torch.device, steps: int) -> float:
     images = torch.randint(0, 256, (5000, 3, 32, 32), dtype=torch.uint8)
     loader = make_loader(MemorySource("random", images), 0, device)
     model = build_model(config, (3, 32, 32)).to(device)
-    ema = Ema(model, 0.9999)
-    stepper = Stepper(config, model, build_objective(config), device, 1)
+    ema = EMA(model, 0.9999)
+    stepper = Stepper(config, model, build_objective(config), device)
     before: list[Pending] = []  # a step's numbers are read one step later, as the loop does
 
     def step(number: int) -> None:
-        pending = stepper.compute(number + 1, loader.batches([sample_indices(config, number + 1, 0, 0, 1)]), stop=False)
+        pending = stepper.compute(number + 1, loader.batches([sample_indices(config, number + 1, 0, 0, 1)]))
         if before:
-            before.pop().read(1)
+            before.pop().read()
         before.append(pending)
         stepper.update(pending)
-        ema.update(model, number + 1)
+        ema.update(number + 1)
         stepper.clear()
 
     return timed(step, steps, device)

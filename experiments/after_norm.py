@@ -24,8 +24,8 @@ from probe_loss import fixed_loss
 
 import scalelong
 from scalelong.data import load_source
-from scalelong.report.statistics import running_mean
-from scalelong.runs.reader import RunSeries
+from scalelong.report.numbers import running_mean
+from scalelong.runs.reader import Run
 from scalelong.training import RunConfig, get_preset
 from scalelong.training.build import build_model
 
@@ -53,7 +53,7 @@ def main() -> None:
     asked = [(variant, seed) for seed in options.seeds for variant in VARIANTS]
     configs = [unet_config(options, *each) for each in asked]
     shape = load_source(configs[0].data.name, split="test").shape  # missing data is refused before any work
-    runs: dict[str, list[RunSeries]] = {variant: [] for variant in VARIANTS}
+    runs: dict[str, list[Run]] = {variant: [] for variant in VARIANTS}
     rows = []
     for (variant, _), run in zip(asked, trained(configs, options), strict=True):
         runs[variant].append(run)
@@ -127,7 +127,7 @@ def mean_and_sd(values: Sequence[float]) -> str:
     return f"{fmean(values):.5f}" + (f" ± {stdev(values):.5f}" if len(values) > 1 else "")
 
 
-def draw(runs: dict[str, list[RunSeries]], rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def draw(runs: dict[str, list[Run]], rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Loss against the unscaled run's, gradient norms, and oscillation; a band spans the seeds."""
     figure, (loss, gradient, bars) = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     plain = [run.column("train", "loss")[1] for run in runs["none"]]

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from scalelong.runs.reader import RunSeries, read_run
+from scalelong.runs.reader import Run, read_run
 from scalelong.runs.settings import (
     DataSettings,
     ModelSettings,
@@ -33,7 +33,7 @@ from scalelong.runs.settings import (
 )
 from scalelong.stability import relative_oscillation
 from scalelong.training import RunConfig, TrainedRun, get_preset, load_run, to_yaml
-from scalelong.training.checks import check_config
+from scalelong.training.build import check_config
 
 Scale = Literal["cpu", "gpu"]
 METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10
@@ -115,7 +115,7 @@ def run_key(config: RunConfig) -> str:
     )
 
 
-def trained(configs: Sequence[RunConfig], options: Options, probe_every: int = 10) -> list[RunSeries]:
+def trained(configs: Sequence[RunConfig], options: Options, probe_every: int = 10) -> list[Run]:
     """The runs of these configurations, in order; what is not complete is trained by `scalelong train`, `jobs` at once."""
     folders = [Path(options.runs) / run_key(config) for config in configs]
     missing = {f: c for f, c in zip(folders, configs, strict=True) if not is_complete(f, c)}
@@ -144,7 +144,7 @@ def _train_one(config: RunConfig, folder: Path, probe_every: int) -> None:
 
 def compared(
     base: RunConfig, methods: Sequence[str], options: Options, device: torch.device
-) -> dict[str, tuple[RunSeries, TrainedRun]]:
+) -> dict[str, tuple[Run, TrainedRun]]:
     """Every method with every seed, trained and loaded to be looked at, by a name for tables and pictures."""
     configs = [varied(base, method, seed) for method in methods for seed in options.seeds]
     return {
@@ -161,7 +161,7 @@ def setting(config: RunConfig) -> str:
     )
 
 
-def label(run: RunSeries) -> str:
+def label(run: Run) -> str:
     """The method's name in tables and pictures."""
     return run.label
 
@@ -171,7 +171,7 @@ def colour(name: str) -> str:
     return COLOURS[name.partition(" ")[0]]
 
 
-def block_oscillations(run: RunSeries, what: str = "norm") -> dict[str, float]:
+def block_oscillations(run: Run, what: str = "norm") -> dict[str, float]:
     """Relative oscillation of each probed block over the records after the warm-up."""
     first = run.config.optimizer.warmup_steps
     found = {}
@@ -181,7 +181,7 @@ def block_oscillations(run: RunSeries, what: str = "norm") -> dict[str, float]:
     return found
 
 
-def measures(run: RunSeries) -> dict[str, Any]:
+def measures(run: Run) -> dict[str, Any]:
     """One row of a table: the method, the seed, and what was measured."""
     features = block_oscillations(run)
     return {

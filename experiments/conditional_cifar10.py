@@ -22,11 +22,16 @@ from output import Claim, beats, print_claims, print_table, save, write_csv, wri
 from torch import Tensor
 
 from scalelong.backbones import as_network
-from scalelong.evaluation import generate
-from scalelong.evaluation.reference import reference_statistics
-from scalelong.evaluation.run import Evaluation, Protocol, condition_of, evaluate_run, get_extractor, source_of
+from scalelong.evaluation import (
+    Evaluation,
+    evaluate_run,
+    get_extractor,
+    load_condition,
+    load_training_data,
+    reference_statistics,
+)
 from scalelong.runs.settings import ConditionSettings, SamplingSettings
-from scalelong.training import RunConfig, TrainedRun
+from scalelong.training import RunConfig, TrainedRun, sample_images
 from scalelong.training.condition import choose_classes
 
 NAME = "conditional"
@@ -58,7 +63,7 @@ def main() -> None:
     ]
     write_csv(rows, out / "quality.csv")
     sampled = {name: by_class(run, options, device) for name, (_, run) in found.items()}
-    draw(sampled, next(iter(found.values()))[1].sizes.class_names[:10], out / "grid.png")
+    draw(sampled, next(iter(found.values()))[1].conditioning.class_names[:10], out / "grid.png")
     claims = [claim(rows, scale) for scale in options.guidance]
     setup = f"class-conditional, drop {base.condition.drop}; {setting(base)}; dpm++2m, {options.sampler_steps} steps"
     write_summary(out, claims, setup, table=rows)
@@ -78,16 +83,17 @@ def evaluations(run: TrainedRun, options: Conditional, device: torch.device) -> 
     """One for each guidance, against the training data."""
     gpu = options.scale == "gpu"
     extractor = get_extractor("inception" if gpu else "random-conv", device, options.weights)
-    source = source_of(run)
+    source = load_training_data(run)
     reference = reference_statistics(source, extractor, root=run.config.data.root)
-    condition = condition_of(run, source)
-    protocol = Protocol(
-        num_images=options.images or (10_000 if gpu else 500),
+    condition = load_condition(run, source)
+    sampling = dataclasses.replace(
+        run.config.sampling,
+        count=options.images or (10_000 if gpu else 500),
         batch_size=1000 if gpu else 100,
         precision="bf16" if gpu else "fp32",
     )
     return [
-        evaluate_run(run, extractor, reference, dataclasses.replace(protocol, guidance=scale), 0, condition=condition)
+        evaluate_run(run, extractor, reference, dataclasses.replace(sampling, guidance=scale), condition=condition)
         for scale in options.guidance
     ]
 
@@ -97,7 +103,7 @@ def row(name: str, loss: float, evaluation: Evaluation) -> dict[str, Any]:
     result = evaluation.result
     return {
         "run": name,
-        "guidance": evaluation.guidance,
+        "guidance": evaluation.sampling.guidance,
         "metric": result.metric,
         "value": result.value,
         "images": result.n,
@@ -120,20 +126,20 @@ def claim(rows: Sequence[dict[str, Any]], scale: float) -> Claim:
 
 def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Tensor:
     """PER_CLASS images of each of the first ten classes, (classes * PER_CLASS, C, H, W); the same noise for every run."""
-    classes = min(10, run.sizes.num_classes)
-    condition = choose_classes(run.config, run.sizes, [str(number) for number in range(classes)], device)
-    return generate(
+    classes = min(10, run.conditioning.num_classes)
+    condition = choose_classes(run.config, run.conditioning, [str(number) for number in range(classes)], device)
+    sampling = dataclasses.replace(
+        run.config.sampling, sampler="dpm++2m", steps=options.sampler_steps, guidance=options.guidance[-1]
+    )
+    return sample_images(
         run.objective,
         as_network(run.model),
-        shape=run.shape,
-        num_images=classes * PER_CLASS,
-        batch_size=classes * PER_CLASS,
-        sampler="dpm++2m",
-        steps=options.sampler_steps,
-        clip=run.config.sampling.clip,
-        condition=condition.of_drawn,
+        run.shape,
+        sampling,
+        indices=range(classes * PER_CLASS),
+        condition=condition.for_samples,
+        null=condition.null_condition(sampling),
         device=device,
-        guidance=condition.guidance(options.guidance[-1]),
     )
 
 

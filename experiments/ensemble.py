@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from scalelong.backbones import as_network
-from scalelong.data import Loader, Source, make_loader, to_float
+from scalelong.data import Source, make_loader, to_float
+from scalelong.data.loader import Loader
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.skips import scaling_of

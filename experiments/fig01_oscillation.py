@@ -16,7 +16,7 @@ import tyro
 from common import Options, block_oscillations, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 
 NAME = "fig01-oscillation"
 COLUMNS = {"oscillation_all_blocks": "mean over all blocks", "oscillation_middle": "middle block"}
@@ -77,7 +77,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def curves(runs: list[RunSeries]) -> list[dict[str, Any]]:
+def curves(runs: list[Run]) -> list[dict[str, Any]]:
     """The norms that are plotted: middle and last block."""
     return [
         {"depth": r.config.model.depth, "method": r.label, "seed": r.seed, "block": b, "step": step, "norm": norm}
@@ -87,7 +87,7 @@ def curves(runs: list[RunSeries]) -> list[dict[str, Any]]:
     ]
 
 
-def draw(runs: list[RunSeries], depths: tuple[int, ...], path: Path) -> None:
+def draw(runs: list[Run], depths: tuple[int, ...], path: Path) -> None:
     """For each depth: the middle block's norm for every seed, and the oscillation of every block."""
     figure, panels = plt.subplots(len(depths), 2, figsize=(11, 3.8 * len(depths)), layout="constrained", squeeze=False)
     for (left, right), depth in zip(panels, depths, strict=True):

@@ -25,7 +25,7 @@ from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
 from scalelong.lab.trained import robustness_curve
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run
 
@@ -85,7 +85,7 @@ def summary_row(name: str, sizes: np.ndarray[Any, Any], ratios: np.ndarray[Any, 
     }
 
 
-def robustness(run: RunSeries) -> list[dict[str, Any]]:
+def robustness(run: Run) -> list[dict[str, Any]]:
     """The curve of one run on 512 images."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_run(run.folder, device=device)

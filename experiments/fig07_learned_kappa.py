@@ -21,7 +21,7 @@ from torch import Tensor
 from scalelong.backbones import as_network
 from scalelong.data import load_source
 from scalelong.lab.trained import fit_cs, learned_coefficients
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.training import load_run
@@ -47,7 +47,7 @@ def main() -> None:
     print_table(rows)
 
 
-def coefficients_of(run: RunSeries) -> Tensor:
+def coefficients_of(run: Run) -> Tensor:
     """(30, N) on the averaged weights at pure noise."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_run(run.folder, device=device)
@@ -55,7 +55,7 @@ def coefficients_of(run: RunSeries) -> Tensor:
     return learned_coefficients(as_network(loaded.model), loaded.model, loaded.shape, time)
 
 
-def interval(run: RunSeries, num_skips: int) -> Recommendation:
+def interval(run: Run, num_skips: int) -> Recommendation:
     """The range of kappa that Sec. 4.1 gives for these data."""
     config, objective = run.config, load_run(run.folder).objective
     source = load_source(config.data.name, image_size=config.data.image_size, root=config.data.root)

@@ -14,7 +14,7 @@ import tyro
 from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 
 NAME = "fig12-seeds"
 COLUMNS = {"oscillation_all_blocks": "mean over all blocks", "oscillation_middle": "middle block"}
@@ -72,7 +72,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def draw(runs: list[RunSeries], path: Any) -> None:
+def draw(runs: list[Run], path: Any) -> None:
     """A column for each seed: above the middle block's norm, below the last block's."""
     seeds = sorted({run.seed for run in runs})
     figure, panels = plt.subplots(2, len(seeds), figsize=(4.2 * len(seeds), 6), layout="constrained", squeeze=False)

@@ -21,11 +21,9 @@ from scalelong.backbones import as_network
 from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import load_source
 from scalelong.data.encode import Origin, encode
-from scalelong.data.grid import save_grid
-from scalelong.evaluation import generate
-from scalelong.evaluation.reference import reference_statistics
-from scalelong.evaluation.run import Protocol, evaluate_run, get_extractor, source_of
-from scalelong.training import RunConfig, TrainedRun, get_preset
+from scalelong.data.images import save_grid
+from scalelong.evaluation import evaluate_run, get_extractor, load_training_data, reference_statistics
+from scalelong.training import RunConfig, TrainedRun, get_preset, sample_images
 from scalelong.training.autoencoder import AutoencoderSettings, train_autoencoder
 from scalelong.training.build import build_pixels
 
@@ -105,27 +103,25 @@ def quality(run: TrainedRun, options: Latent, device: torch.device) -> dict[str,
     """The distance of decoded samples to the emoji themselves."""
     gpu = options.scale == "gpu"
     extractor = get_extractor("inception" if gpu else "random-conv", device, options.weights)
-    reference = reference_statistics(source_of(run), extractor, root=run.config.data.root)
-    protocol = Protocol(
-        num_images=options.images or (10_000 if gpu else 200),
+    reference = reference_statistics(load_training_data(run), extractor, root=run.config.data.root)
+    sampling = dataclasses.replace(
+        run.config.sampling,
+        count=options.images or (10_000 if gpu else 200),
         batch_size=1000 if gpu else 50,
         precision="bf16" if gpu else "fp32",
     )
-    evaluation = evaluate_run(run, extractor, reference, protocol, 0)
+    evaluation = evaluate_run(run, extractor, reference, sampling)
     result = evaluation.result
     return {"metric": result.metric, "value": result.value, "images": result.n, "extractor": result.extractor}
 
 
 def draw(run: TrainedRun, device: torch.device, path: Path) -> None:
     """A grid of decoded samples; the same noise for every run."""
-    images = generate(
+    images = sample_images(
         run.objective,
         as_network(run.model),
-        shape=run.shape,
-        num_images=64,
-        sampler="dpm++2m",
-        steps=run.config.sampling.steps,
-        clip=False,
+        run.shape,
+        run.config.sampling,
         device=device,
         to_pixels=build_pixels(run.config, device, run.data),
     )

@@ -18,7 +18,7 @@ from common import Options, by_method, colour, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from probe_loss import fixed_loss
 
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Run
 
 NAME = "table4-direction"
 METHODS = ("cs_reversed:0.5", "cs:0.5")
@@ -53,7 +53,7 @@ def claim(rows: list[dict[str, Any]], column: str) -> Claim:
     )
 
 
-def course(runs: list[RunSeries]) -> list[dict[str, Any]]:
+def course(runs: list[Run]) -> list[dict[str, Any]]:
     """Mean training loss over each fifth of the steps, over the seeds."""
     total = runs[0].config.training.steps
     table = []
@@ -73,7 +73,7 @@ def course(runs: list[RunSeries]) -> list[dict[str, Any]]:
     return table
 
 
-def draw(runs: list[RunSeries], path: Path) -> None:
+def draw(runs: list[Run], path: Path) -> None:
     """Loss and middle block over training."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     seen: set[str] = set()

@@ -26,8 +26,7 @@ from torch import Tensor
 from scalelong.backbones import as_network
 from scalelong.data import MemorySource, load_source
 from scalelong.data.text import TextFeatures, encode_text
-from scalelong.evaluation import generate
-from scalelong.training import RunConfig, TrainedRun, get_preset
+from scalelong.training import RunConfig, TrainedRun, get_preset, sample_images
 from scalelong.training.condition import Condition, make_condition
 
 NAME = "text-to-emoji"
@@ -136,21 +135,22 @@ def train_judges(seen: HeldOut, unseen: HeldOut, steps: int, device: torch.devic
 def draw_held_out(run: TrainedRun, unseen: HeldOut, scale: float, count: int, device: torch.device) -> Tensor:
     """Image i is of caption i % K; the same noise for every run."""
     own = make_condition(run.config, load_source("emoji32", split="seen", root=run.config.data.root), device)
-    condition: Condition = dataclasses.replace(own, turns=unseen.texts.rows.float().to(device))
-    settings = run.config.sampling
-    return generate(
+    condition: Condition = dataclasses.replace(own, choices=unseen.texts.rows.float().to(device))
+    sampling = dataclasses.replace(
+        run.config.sampling,
+        count=count * len(unseen.captions),
+        batch_size=1024,
+        precision="bf16" if device.type == "cuda" else "fp32",
+        guidance=scale,
+    )
+    return sample_images(
         run.objective,
         as_network(run.model),
-        shape=run.shape,
-        num_images=count * len(unseen.captions),
-        batch_size=1024,
-        sampler=settings.sampler,
-        steps=settings.steps,
-        clip=settings.clip,
-        precision="bf16" if device.type == "cuda" else "fp32",
-        condition=condition.of_drawn,
+        run.shape,
+        sampling,
+        condition=condition.for_samples,
+        null=condition.null_condition(sampling),
         device=device,
-        guidance=condition.guidance(scale),
     )
 
 

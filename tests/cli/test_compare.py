@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate import PartialState
 
 from scalelong.cli import compare
 from scalelong.cli.main import main
-from scalelong.training import read_events
+from scalelong.runs.events import read_events
 from tests.report.runs import write_run
 from tests.training.tiny import losses, tiny
 
@@ -31,7 +29,7 @@ def test_runs_are_tabulated_raced_and_written(tmp_path: Path, capsys: pytest.Cap
     assert all((tmp_path / name).is_file() for name in ("t.csv", "t-pairs.csv", "r.html"))
 
 
-def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_reached_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", "none")
     write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)])
     assert main(["compare", str(tmp_path), "--loss", "0.01", "--metric-value", "5"]) == 0
@@ -42,7 +40,7 @@ def test_a_loss_that_is_not_reached_is_said_plainly(tmp_path: Path, capsys: pyte
     assert "FID of 10,000 images was not measured for none" in text
 
 
-def test_the_report_races_to_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_report_uses_the_given_targets(tmp_path: Path) -> None:
     for name, method in (("a", "none"), ("b", "cs")):
         write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
     asked = ["--loss", "0.7", "--metric-value", "25"]
@@ -50,11 +48,11 @@ def test_the_report_races_to_what_was_asked_for(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text()
     assert "How soon loss 0.7000 is reached" in page
     assert "How soon FID 25.00 is reached" in page
-    assert page.count("The value asked for") == 2
+    assert page.count("The given value") == 2
     assert "It reaches loss 0.7000 after" in page
 
 
-def test_a_metric_race_without_some_method_is_told_of_the_others(
+def test_a_method_without_a_measurement_takes_no_part_in_the_race(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, method in (("a", "none"), ("b", "cs")):
@@ -68,7 +66,7 @@ def test_a_metric_race_without_some_method_is_told_of_the_others(
     ("arguments", "why"),
     [
         ([], "runs: none given"),
-        (["RUN", "--metric-value", "5"], "metric-value: no run holds an evaluation"),
+        (["RUN", "--metric-value", "5"], "metric-value: no run has an evaluation"),
         (["RUN", "--loss", "nan"], "loss: must be a finite number, got nan"),
         (["RUN", "--loss", "-inf"], "loss: must be a finite number, got -inf"),
         (["RUN", "--metric-value", "inf"], "metric-value: must be a finite number, got inf"),
@@ -88,14 +86,6 @@ def test_bad_input_is_one_clear_line(
     assert len(message.splitlines()) == 1
 
 
-def test_configurations_are_the_preset_with_each_method_and_seed() -> None:
-    command = compare.Compare(preset="digits-demo", methods=("none", "cs:0.5"), seeds=(3, 4), steps=9)
-    made = compare.configurations(command)
-    assert list(made) == ["none-seed3", "none-seed4", "cs0.5-seed3", "cs0.5-seed4"]
-    last = made["cs0.5-seed4"]
-    assert (last.scaling.method, last.scaling.kappa, last.training.seed, last.training.steps) == ("cs", 0.5, 4, 9)
-
-
 def test_a_preset_is_trained_where_missing_and_then_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,22 +96,22 @@ def test_a_preset_is_trained_where_missing_and_then_compared(
     folder = tmp_path / "ls-seed1"
     first = losses(folder)
     assert len(first) == 4
-    assert main([*arguments, "--steps", "6"]) == 0  # goes on, and does not begin again
+    assert main([*arguments, "--steps", "6"]) == 0  # continues
     assert losses(folder)[:4] == first
     assert len(losses(folder)) == 6
     assert "Mean ± sd over 2 seeds" in capsys.readouterr().out
 
 
-def test_processes_are_joined_as_the_trainer_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, bool]] = []
-
-    def join(**options: bool) -> PartialState:
-        asked.append(options)
-        return PartialState(**options)
-
-    monkeypatch.setattr(compare, "PartialState", join)
-    assert main(["compare", str(write_run(tmp_path / "a"))]) == 0
-    assert asked == [{"cpu": not torch.cuda.is_available()}]
+def test_only_the_first_rank_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(write_run(tmp_path / "a"))
+    monkeypatch.setenv("RANK", "1")
+    assert main(["compare", folder]) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["compare", folder]) == 0
+    assert "final loss" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Conditional runs from the command line: what is drawn, what is recorded, what is refused."""
+"""Conditional runs from the command line: samples, records, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(folder, **changes):
     return folder / "run"
 
 
-def drawn(run, name: str, *arguments: str):
+def sampled(run, name: str, *arguments: str):
     assert main(["sample", str(run), "--num", "4", "--out", str(run / name), *arguments]) == 0
     return np.load(run / f"{name}.npz")["images"].astype(int)
 
@@ -35,13 +35,13 @@ def refused(capsys, *arguments: str) -> str:
 
 def test_classes(tmp_path, capsys, monkeypatch) -> None:
     run = train(tmp_path, condition_kind="class", diffusion_prediction="x0")
-    threes = drawn(run, "threes", "--classes", "3")
-    assert (threes != drawn(run, "sevens", "--classes", "7")).any()
-    mixed = drawn(run, "mixed", "--classes", "3,7")
+    threes = sampled(run, "threes", "--classes", "3")
+    assert (threes != sampled(run, "sevens", "--classes", "7")).any()
+    mixed = sampled(run, "mixed", "--classes", "3,7")
     assert np.load(run / "mixed.npz")["labels"].tolist() == [3, 7, 3, 7]
     assert np.abs(mixed[::2] - threes[::2]).max() <= 1
-    assert (drawn(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
-    nowhere = drawn(run, "nowhere", "--classes", "3", "--guidance", "5", "--guidance-interval", "1e8", "1e9")
+    assert (sampled(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
+    nowhere = sampled(run, "nowhere", "--classes", "3", "--guidance", "5", "--guidance-interval", "1e8", "1e9")
     assert np.array_equal(nowhere, threes)
     assert "classes: there is no '12'; give 0 .. 9" in refused(capsys, "sample", str(run), "--classes", "12")
     assert "the run's condition is class, not text" in refused(capsys, "sample", str(run), "--prompt", "a red apple")
@@ -49,7 +49,7 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert main(measure) == 0
     assert "guidance 2" in capsys.readouterr().out
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
+    assert [record["sampling"]["guidance"] for record in records if record["kind"] == "evaluation"] == [2.0]
     assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
     card = (tmp_path / "exported" / "README.md").read_text()
@@ -71,12 +71,12 @@ def test_prompts(tmp_path, capsys) -> None:
         condition_max_tokens=6,
         sampling_guidance=2.0,
     )
-    apples = drawn(run, "apples", "--prompt", "a red apple")
-    assert (apples != drawn(run, "flags", "--prompt", "a green flag")).any()
+    apples = sampled(run, "apples", "--prompt", "a red apple")
+    assert (apples != sampled(run, "flags", "--prompt", "a green flag")).any()
     assert np.load(run / "apples.npz")["prompts"].tolist() == ["a red apple"] * 4
-    null = drawn(run, "null", "--prompt", "", "--guidance", "1")
-    assert np.abs(drawn(run, "null-guided", "--prompt", "", "--guidance", "6") - null).max() <= 1
-    drawn(run, "captions")
+    null = sampled(run, "null", "--prompt", "", "--guidance", "1")
+    assert np.abs(sampled(run, "null-guided", "--prompt", "", "--guidance", "6") - null).max() <= 1
+    sampled(run, "captions")
     wide = make_bert(tmp_path / "wide", width=32)
     arguments = ["sample", str(run), "--prompt", "a face", "--encoder", str(wide)]
     assert "has width 32, the run was trained with 16" in refused(capsys, *arguments)
@@ -92,7 +92,7 @@ def test_an_unconditional_run_takes_neither(tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("preset", ["imagenet64-unet", "coco-uvit-s2"])
-def test_a_dry_run_tells_the_size_before_the_data_is_there(preset, capsys, tmp_path, monkeypatch) -> None:
+def test_a_dry_run_prints_the_size_without_the_data(preset, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", preset, "--dry-run"]) == 0
     printed = capsys.readouterr().out

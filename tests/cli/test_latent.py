@@ -1,4 +1,4 @@
-"""Latent diffusion through the commands: autoencoder, encoding, training, drawing, measuring."""
+"""Latent diffusion through the commands: autoencoder, encoding, training, sampling, evaluation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_from_images_to_latents_to_images(
     assert run(train) == 0
     assert (tmp_path / "run" / "samples" / "step-00000002.png").is_file()
     assert run("sample run --num 3 --steps 2") == 0
-    drawn = np.load(tmp_path / "run" / "samples" / "seed0.npz")["images"]
-    assert (drawn.shape, drawn.dtype) == ((3, 8, 8, 1), np.uint8)
+    samples = np.load(tmp_path / "run" / "samples" / "seed0.npz")["images"]
+    assert (samples.shape, samples.dtype) == ((3, 8, 8, 1), np.uint8)
     assert run("evaluate run --num-samples 8 --extractor random-conv --steps 2") == 0
     capsys.readouterr()
     shutil.rmtree(tmp_path / "latents")

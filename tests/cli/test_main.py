@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+import scalelong
 from scalelong.cli.main import VERBS, main
 from scalelong.runs.settings import differences
 from scalelong.training import from_yaml, load_run, to_yaml
@@ -45,22 +46,24 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     listed = capsys.readouterr().out
     assert all(verb in listed for verb in VERBS)
     assert main(["trian"]) == 2
-    assert "unknown verb 'trian'" in capsys.readouterr().err
+    assert "verb: unknown 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"scalelong {scalelong.__version__}\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "preset: say which to train, one of digits-demo"),
+        (["train"], "preset: name the one to train, one of digits-demo"),
         (["train", "digit-demo"], "did you mean 'digits-demo'?"),
-        (["train", "x"], "preset: unknown 'x'. Known: digits-demo"),
+        (["train", "x"], "preset: unknown 'x'; choose one of digits-demo"),
         (["train", "digits-demo", "--config", "nope.yaml"], "config: nope.yaml cannot be read (No such file"),
         (["train", "digits-demo", "--scaling.kappa", "1.7", "--dry-run"], "scaling.kappa: must be in (0, 1], got 1.7"),
         (["train", "digits-demo", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
         (["train", "digits-demo", "--training.precision", "fp16"], "training.precision: fp16 needs a GPU"),
         (["train", "digits-demo", "--data.name", "digit"], "did you mean 'digits'?"),
-        (["sample", "nowhere"], "nowhere: is no run"),
-        (["evaluate", "nowhere"], "nowhere: is no run"),
+        (["sample", "nowhere"], "nowhere: is not a run folder"),
+        (["evaluate", "nowhere"], "nowhere: is not a run folder"),
         (["data", "check", "cifar-10"], "did you mean 'cifar10'?"),
     ],
 )
@@ -132,6 +135,21 @@ def test_an_evaluation_is_printed_and_recorded(run, capsys) -> None:
     found = [record for record in records if record["kind"] == "evaluation"]
     assert [record["sample_seed"] for record in found] == [0, 1]
     assert all(record["step"] == 4 and record["n"] == 96 for record in found)
+    assert all(record["sampling"].items() >= {"sampler": "ddim", "steps": 2, "count": 96}.items() for record in found)
+
+
+def test_sampling_flags_override_the_settings_of_the_run(run, capsys) -> None:
+    """The number of steps is that of the run as long as the sampler is."""
+    arguments = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "70", "--kid"]
+    for flags in ([], ["--sampler", "heun"], ["--steps", "3"], ["--sampler", "heun", "--steps", "2", "--no-clip"]):
+        assert main([*arguments, *flags]) == 0
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["kind"] == "evaluation"][-4:]
+    used = [(record["sampling"]["sampler"], record["sampling"]["steps"]) for record in found]
+    assert used == [("ddim", 2), ("heun", 18), ("ddim", 3), ("heun", 2)]
+    assert [record["sampling"]["clip"] for record in found] == [True, True, True, False]
+    assert all(record["kid"] > 0 and record["kid_sd"] > 0 for record in found)
+    assert capsys.readouterr().out.count("KID = ") == 4
 
 
 def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
@@ -147,9 +165,8 @@ def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "told"),
     [
-        ("--evaluate-precision", "fp8", "evaluation.precision: must be one of fp32, bf16, fp16, got 'fp8'"),
-        ("--evaluate-samples", "1", "evaluation.num_images: a distance needs at least 2 images, got 1"),
-        ("--evaluate-extractor", "vgg", "extractor: must be inception or random-conv, got 'vgg'"),
+        ("--evaluate-samples", "1", "sampling.count: a distance needs at least 2 images, got 1"),
+        ("--evaluate-extractor", "vgg", "extractor: unknown 'vgg'; choose one of inception, random-conv"),
         ("--evaluate-every", "-4", "evaluate-every: must be a number of steps, or 0 for never, got -4"),
         ("--probe-every", "-1", "probe-every: must be a number of steps, or 0 for never, got -1"),
     ],
@@ -170,7 +187,7 @@ def test_seeds_of_evaluations_are_different_ones(run, capsys) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(run, capsys) -> None:
     assert main(["evaluate", str(run), "--extractor", "random-conv", "--device", "cuda"]) == 1
-    assert "device: cuda is asked for, but torch sees no GPU here" in capsys.readouterr().err
+    assert "device: cuda is asked for, but torch finds no GPU" in capsys.readouterr().err
 
 
 def test_data_is_checked(capsys, tmp_path) -> None:
@@ -201,10 +218,15 @@ def test_whoever_reads_no_further_is_told_no_error() -> None:
 
 def test_the_weights_of_the_run_and_of_the_extractor_are_two_things(run, capsys, tmp_path) -> None:
     measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "64"]
-    assert main([*measure, "--weights", "model"]) == 1
-    assert "weights: is the file of the Inception; random-conv has none" in capsys.readouterr().err
-    for weights in ("ema", "model"):
-        assert main([*measure, "--run-weights", weights]) == 0
+    network = tmp_path / "inception.pt"
+    network.touch()
+    for flag in ("--inception", "--weights"):  # --weights FILE is the older spelling
+        assert main([*measure, flag, str(network)]) == 1
+        assert "inception: is the file of the Inception network" in capsys.readouterr().err
+    assert main([*measure, "--weights", "best"]) == 1
+    assert "weights: must be ema or model, got 'best'" in capsys.readouterr().err
+    for flag, weights in (("--weights", "ema"), ("--run-weights", "model")):
+        assert main([*measure, flag, weights]) == 0
     ema, model = re.findall(r"= ([\d.]+) ", capsys.readouterr().out)
     assert ema != model
     for weights, own, other in (("ema", ema, model), ("model", model, ema)):

@@ -1,5 +1,7 @@
 """scalelong report, as it is typed."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,8 @@ def test_several_folders_are_reported_where_asked(tmp_path: Path, capsys: pytest
     runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     bad = tmp_path / "c"
     assert main(["report", *runs, str(bad), "--out", str(tmp_path / "r.html")]) == 0
-    assert "c: is no run" in capsys.readouterr().err
-    assert "c: is no run" in (tmp_path / "r.html").read_text()
+    assert "c: is not a run folder" in capsys.readouterr().err
+    assert "c: is not a run folder" in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"]])
@@ -37,3 +39,19 @@ def test_a_run_without_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     (folder / "metrics.jsonl").unlink()
     assert main(["report", str(folder)]) == 1
     assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["report", "compare", "diagnose"])
+def test_runs_are_shown_without_torch(verb: str, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, method, norms=[1.0, 2.0]) for name, method in (("a", "none"), ("b", "cs"))]
+    arguments = [verb, *map(str, runs[: 1 if verb == "diagnose" else 2])]
+    program = f"""if True:
+        import sys
+        from scalelong.cli.main import main
+        assert main({arguments!r}) == 0
+        assert not {{"torch", "diffusers", "accelerate"}} & set(sys.modules)
+        ours = [name for name in sys.modules if name.partition(".")[0] == "scalelong"]
+        assert len(ours) <= 30, sorted(ours)
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

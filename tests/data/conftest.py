@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from scalelong.data import cifar10
-from scalelong.data.cache import Expected
+from scalelong.data.download import DOWNLOADS, Expected
 
 RECORDS = 12  # per file of the small CIFAR-10
 
@@ -50,4 +51,5 @@ def small_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_bytes(content)
         table[name] = Expected(len(content), hashlib.md5(content).hexdigest())
     monkeypatch.setattr(cifar10, "FILES", table)
+    monkeypatch.setitem(DOWNLOADS, "cifar10", replace(DOWNLOADS["cifar10"], files=table))
     return folder

@@ -6,8 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import check, load_source
-from scalelong.data.errors import DataError
+from scalelong.data import DataError, check, load_source
 from scalelong.data.images import to_tensor
 
 from .conftest import noise

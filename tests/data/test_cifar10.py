@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong.data import cifar10
-from scalelong.data.errors import DataError
+from scalelong.data import DataError, cifar10
 
 from .conftest import RECORDS
 
 
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    files, scratch = tmp_path / "files", tmp_path / "scratch"
+def make(folder: Path) -> Path:
+    files = folder / "files"
     files.mkdir()
-    scratch.mkdir()
-    return files, scratch
+    return files
 
 
 def assert_same_files(one: Path, other: Path) -> None:
@@ -78,8 +76,8 @@ def test_folder_archive_and_npm_package_give_the_same_files(small_cifar: Path, t
     npm_archive(package, small_cifar)
     for number, source in enumerate([small_cifar, small_cifar.parent, canonical, package]):
         (tmp_path / str(number)).mkdir()
-        files, scratch = folders(tmp_path / str(number))
-        cifar10.unpack(source, files, scratch)
+        files = make(tmp_path / str(number))
+        cifar10.unpack(source, files)
         assert_same_files(small_cifar, files)
 
 
@@ -91,8 +89,8 @@ def test_archive_cannot_write_elsewhere(small_cifar: Path, tmp_path: Path) -> No
         link = tarfile.TarInfo("data_batch_1.bin")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         archive.addfile(link)
-    files, scratch = folders(tmp_path)
-    cifar10.unpack(evil, files, scratch)
+    files = make(tmp_path)
+    cifar10.unpack(evil, files)
     assert [path.name for path in files.iterdir()] == ["test_batch.bin"]
     assert not (tmp_path.parent / "outside").exists()
 
@@ -101,8 +99,8 @@ def test_pickled_version_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "cifar-10-python.tar.gz"
     with tarfile.open(source, "w:gz") as archive:
         add(archive, "cifar-10-batches-py/data_batch_1", b"not opened")
-    with pytest.raises(DataError, match="pickled Python version; take the binary"):
-        cifar10.unpack(source, *folders(tmp_path))
+    with pytest.raises(DataError, match="pickled Python version; take cifar-10-binary"):
+        cifar10.unpack(source, make(tmp_path))
 
 
 def test_torn_archive_is_named(small_cifar: Path, tmp_path: Path) -> None:
@@ -111,4 +109,4 @@ def test_torn_archive_is_named(small_cifar: Path, tmp_path: Path) -> None:
         archive.add(small_cifar, "cifar-10-batches-bin")
     source.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
     with pytest.raises(DataError, match=r"torn\.tar\.gz: not a whole tar archive"):
-        cifar10.unpack(source, *folders(tmp_path))
+        cifar10.unpack(source, make(tmp_path))

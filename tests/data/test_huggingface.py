@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from scalelong.data import check, load_source
-from scalelong.data.errors import DataError
+from scalelong.data import DataError, StreamLoader, check, load_source, sample_to_item
+from scalelong.data.huggingface import StreamedSource
+from scalelong.data.loader import load_images
+from scalelong.data.registry import Request
 
 from .conftest import noise
 
@@ -79,13 +84,13 @@ def test_bad_rows_are_named_and_all_listed(tmp_path: Path) -> None:
     assert (source.num_classes, source.labels, source.captions) == (0, None, None)
     with pytest.raises(DataError, match="row 3: unreadable image"):
         source.read(3)
-    assert [(problem.path[-5:], problem.kind) for problem in check(name)] == [
-        ("row 1", "truncated"),
+    assert [(problem.path[-5:], problem.message.split(": ")[1][:10]) for problem in check(name)] == [
+        ("row 1", "truncated "),
         ("row 3", "unreadable"),
     ]
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_unusable_datasets_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"a": [1], "b": ["x"]}).save_to_disk(str(tmp_path / "plain"))
     with pytest.raises(DataError, match="no image column among a, b"):
         load_source(f"hf:{tmp_path / 'plain'}")
@@ -114,3 +119,79 @@ def test_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError, match=r"pip install 'scalelong\[datasets\]'"):
         load_source(f"hf:{tmp_path}")
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    captions = [f"picture {number}" for number in range(20)]
+    rows = table(20, text=captions)
+    for part in range(2):
+        rows.select(range(10 * part, 10 * part + 10)).to_parquet(str(folder / f"train-{part:05d}.parquet"))
+    return folder
+
+
+def test_a_stream_is_read_window_by_window(parquet: Path) -> None:
+    source = StreamedSource(Request(str(parquet)), window=6)
+    assert (len(source), source.shape, source.class_names) == (20, (3, 10, 12), ["cat", "dog"])
+    assert source.captions is not None
+    assert source.captions[13] == "picture 13"
+    order = sample_to_item(3, 20, torch.arange(40), source.window)
+    for epoch in (order[:20], order[20:]):
+        assert [sorted(part.tolist()) for part in torch.split(epoch, 6)] == [
+            list(range(first, min(first + 6, 20))) for first in (0, 6, 12, 18)
+        ]
+    assert not torch.equal(order[:20], order[20:])
+    for item in (0, 19, 7):  # forward, to the end, and back
+        assert np.array_equal(source.read(item).permute(1, 2, 0).numpy(), noise(item, 10, 12, 3))
+
+
+def test_resuming_gives_the_same_batches(parquet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = StreamedSource(Request(str(parquet)), window=6)
+    loader = StreamLoader(source, seed=3, workers=4)
+    assert (loader.workers, loader.by_thread) == (0, True)  # no process: Arrow's threads may hang in a forked one
+    index = [torch.arange(first, first + 5) for first in range(0, 30, 5)]
+    readers = set()
+    read_many = source.read_many
+    monkeypatch.setattr(source, "read_many", lambda items: readers.add(current_thread()) or read_many(items))
+    whole = list(loader.batches(index))
+    assert len(readers) == 1 and current_thread() not in readers
+    assert len(whole) == len(index)
+    resumed = list(StreamLoader(StreamedSource(Request(str(parquet)), window=6), seed=3, workers=0).batches(index[3:]))
+    for one, other in zip(whole[3:], resumed, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.items, other.items)
+
+
+def test_streams_without_light_columns_need_a_number_of_rows(parquet: Path, tmp_path: Path) -> None:
+    table(6).remove_columns(["id", "label"]).to_parquet(str(tmp_path / "bare.parquet"))
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (tmp_path / "bare.parquet").rename(folder / "train.parquet")
+    with pytest.raises(DataError, match=r"does not say how many rows it has; write .*#ROWS"):
+        load_source(f"hf-stream:{folder}")
+    source: Any = load_source(f"hf-stream:{folder}#7")
+    assert (len(source), source.labels, source.captions) == (7, None, None)
+    with pytest.raises(DataError, match="the stream ended before"):
+        source.read(6)
+    assert len(load_source(f"hf-stream:{parquet}#5")) == 5
+    with pytest.raises(DataError, match="after # goes the number of rows"):
+        load_source(f"hf-stream:{parquet}#many")
+
+
+@pytest.mark.parametrize(("column", "what"), [("label", "label"), ("text", "caption")])
+def test_rows_without_a_label_or_a_caption_are_named(tmp_path: Path, column: str, what: str) -> None:
+    rows = table(4, text=[f"picture {number}" for number in range(4)])
+    features = rows.features
+    cells = [None if number == 2 else cell for number, cell in enumerate(rows[column])]
+    rows = rows.remove_columns(column).add_column(column, cells, feature=features[column])
+    rows.to_parquet(str(tmp_path / "train.parquet"))
+    with pytest.raises(DataError, match=rf"row 2: column '{column}' has no {what}; filter such rows out"):
+        load_source(f"hf-stream:{tmp_path}")
+
+
+def test_threads_may_read_a_stream_and_a_copy_of_it(parquet: Path) -> None:
+    source = pickle.loads(pickle.dumps(StreamedSource(Request(str(parquet)), window=3)))
+    images = load_images(source)
+    assert all(np.array_equal(images[k].permute(1, 2, 0).numpy(), noise(k, 10, 12, 3)) for k in range(20))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import DeviceLoader, StreamLoader, load_source
-from scalelong.data.errors import DataError
+from scalelong.data import DataError, DeviceLoader, StreamLoader, load_source
 
 from .conftest import noise
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data.errors import DataError
-from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_float, to_tensor, to_uint8
+from scalelong.data import DataError, to_float, to_uint8
+from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_tensor
 
 from .conftest import noise
 
@@ -81,9 +81,8 @@ def test_resize_all_agrees_with_single_files() -> None:
 def test_sixteen_bits_are_refused_as_wrong_channels(tmp_path: Path) -> None:
     path = tmp_path / "deep.png"
     Image.fromarray(np.full((4, 4), 40000, dtype=np.uint16)).save(path)
-    with pytest.raises(DataError, match=r"deep\.png.*I;16.*convert") as caught:
+    with pytest.raises(DataError, match=r"deep\.png.*I;16.*convert"):
         open_rgb(path, str(path))
-    assert caught.value.kind == "wrong channels"
 
 
 def test_broken_files_say_how_they_are_broken(tmp_path: Path) -> None:
@@ -94,15 +93,13 @@ def test_broken_files_say_how_they_are_broken(tmp_path: Path) -> None:
         "text.png": (b"this is no picture", "unreadable"),
         "flipped.png": (whole[:60] + bytes(8) + whole[68:], "unreadable"),
     }
-    for name, (content, kind) in files.items():
+    for name, (content, fault) in files.items():
         path = tmp_path / name
         path.write_bytes(content)
-        with pytest.raises(DataError, match=name) as caught:
+        with pytest.raises(DataError, match=f"{name}: {fault} image"):
             open_rgb(path, str(path))
-        assert caught.value.kind == kind, name
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"gone\.png: no such file"):
         open_rgb(tmp_path / "gone.png", "gone.png")
-    assert caught.value.kind == "missing"
 
 
 def test_threads_keep_the_order_and_raise() -> None:

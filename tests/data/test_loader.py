@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalelong.data import DeviceLoader, MemorySource, Source, StreamLoader, load_source, make_loader, sample_to_item
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float
-from scalelong.data.loader import Batch
-from scalelong.data.order import caption_rows, flip_mask
+from scalelong.data import (
+    DataError,
+    DeviceLoader,
+    MemorySource,
+    Source,
+    StreamLoader,
+    load_source,
+    make_loader,
+    sample_to_item,
+    to_float,
+)
+from scalelong.data.loader import Batch, caption_rows, flip_mask
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,7 +66,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({tuple(order.tolist()) for order in orders}) == 9
 
 
-def test_order_does_not_depend_on_how_it_is_asked_for() -> None:
+def test_order_does_not_depend_on_batching() -> None:
     n, everything = 7, torch.arange(40)
     whole = sample_to_item(1, n, everything)
     one_by_one = torch.cat([sample_to_item(1, n, everything[k : k + 1]) for k in range(40)])
@@ -90,7 +97,7 @@ def test_nonsense_indices_are_refused() -> None:
         sample_to_item(0, 0, torch.tensor([0]))
 
 
-def test_batch_holds_what_it_says() -> None:
+def test_batch_fields_match_the_source() -> None:
     source = toy()
     batch = DeviceLoader(source, seed=4, flip=False).batch(torch.arange(5, 30))
     assert torch.equal(batch.items, sample_to_item(4, 11, torch.arange(5, 30)))
@@ -100,7 +107,7 @@ def test_batch_holds_what_it_says() -> None:
     assert (batch.images.dtype, batch.index.tolist()) == (torch.float32, list(range(5, 30)))
 
 
-def test_flips_are_flips() -> None:
+def test_flips_mirror_the_images() -> None:
     source, index = toy(), torch.arange(400)
     plain = DeviceLoader(source, seed=4, flip=False).batch(index).images
     batch = DeviceLoader(source, seed=4).batch(index).images
@@ -110,7 +117,7 @@ def test_flips_are_flips() -> None:
     assert 150 < int(mirrored.sum()) < 250
     assert not torch.equal(mirrored, flip_mask(5, index))
     per_item = [len(set(mirrored[sample_to_item(4, 11, index) == item].tolist())) for item in range(11)]
-    assert per_item == [2] * 11  # the same picture comes both ways round over the epochs
+    assert per_item == [2] * 11  # over the epochs, every image comes flipped and unflipped
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -137,7 +144,7 @@ def test_batching_and_resuming_change_nothing(folder_source: Source) -> None:
     assert torch.equal(late.items, whole.items[40:])
 
 
-def test_endless_indices_are_taken_as_needed(folder_source: Source) -> None:
+def test_index_iterator_is_consumed_lazily(folder_source: Source) -> None:
     taken = []
 
     def endless() -> Iterator[Tensor]:
@@ -159,7 +166,7 @@ def test_global_generator_is_left_alone(folder_source: Source) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_file_is_named_when_it_is_met(image_folder: Path, workers: int) -> None:
+def test_bad_file_is_named_when_read(image_folder: Path, workers: int) -> None:
     (image_folder / "dog" / "bad.png").write_bytes(b"no picture")
     source = load_source(image_folder, image_size=8)
     with pytest.raises(DataError, match=r"^\S*bad\.png: unreadable image"):

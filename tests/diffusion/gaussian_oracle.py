@@ -5,10 +5,13 @@ Shapes: images are (B, 1, 2, 2), D = 4 numbers each; `modes` are coordinates alo
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from scalelong.diffusion import Objective, Process
+from scalelong.diffusion import Objective, Process, sample
+from scalelong.runs.settings import SamplingSettings
 
 SHAPE = (1, 2, 2)
 VARIANCES = torch.tensor([2.0, 0.5, 0.1, 0.02], dtype=torch.float64)
@@ -71,3 +74,11 @@ def cubature(dims: int) -> Tensor:
     """(2 dims, dims) points whose plain average of any quadratic is its expectation under N(0, I), exactly."""
     points = torch.eye(dims, dtype=torch.float64) * dims**0.5
     return torch.cat([points, -points])
+
+
+def sampled(objective, net, start, *, null=None, spacing="", eta=0.0, progress=None, **options):
+    """`sample` with the settings and the condition as keywords, and without clipping unless asked for."""
+    names = {field.name for field in dataclasses.fields(SamplingSettings)}
+    settings = SamplingSettings(**{"clip": False} | {name: options.pop(name) for name in names & options.keys()})
+    rest = {"null": null, "spacing": spacing, "eta": eta, "progress": progress}
+    return sample(objective, net, start, settings, **rest, **options)

@@ -6,6 +6,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from scalelong.diffusion import DDPM, EDM, PROCESSES, VPSDE, Cosine, get_process
+from scalelong.random import normal, uniform
 
 PRESERVING = [VPSDE(), VPSDE(0.5, 12.0), Cosine(), DDPM(), DDPM(num_steps=100, beta_end=0.1)]
 CONTINUOUS = [VPSDE(), VPSDE(0.5, 12.0), Cosine(), Cosine(offset=0.1)]
@@ -194,9 +195,9 @@ def test_get_process_passes_options_on():
         (lambda: Cosine(-0.1), ["diffusion.process.offset", "-0.1"]),
         (lambda: EDM(sigma_max=0.001), ["diffusion.process.sigma_max", "0.001"]),
         (lambda: EDM(sigma_data=0), ["diffusion.process.sigma_data", "positive"]),
-        (lambda: DDPM().sampling_times(1001), ["diffusion.steps", "1001", "1000"]),
-        (lambda: EDM().sampling_times(5, "snr"), ["diffusion.spacing", "edm", "'snr'", "karras"]),
-        (lambda: VPSDE().sampling_times(5, "tme"), ["diffusion.spacing", "did you mean 'time'"]),
+        (lambda: DDPM().sampling_times(1001), ["sampling.steps", "1001", "1000"]),
+        (lambda: EDM().sampling_times(5, "snr"), ["sampling.spacing", "edm", "'snr'", "karras"]),
+        (lambda: VPSDE().sampling_times(5, "tme"), ["sampling.spacing", "did you mean 'time'"]),
     ],
 )
 def test_errors_name_the_key_the_value_and_the_choices(call, words):
@@ -204,3 +205,18 @@ def test_errors_name_the_key_the_value_and_the_choices(call, words):
         call()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(PROCESSES))
+def test_the_input_of_the_network_is_the_scaled_noisy_image_and_its_time(name):
+    process, index = get_process(name), torch.arange(5)
+    t = process.time_from_uniform(uniform(0, "time", index))
+    x0, noise = normal(0, "x0", index, (1, 2, 2)), normal(0, "noise", index, (1, 2, 2))
+    x_t, alpha, sigma = process.diffuse(x0, noise, t)
+    x, time = process.network_input(x_t, t)
+    for i in range(5):
+        a, s, scale = (float(value) for value in (*process.marginal(t[i : i + 1]), process.input_scale(t[i : i + 1])))
+        assert (float(alpha[i]), float(sigma[i])) == pytest.approx((a, s), rel=1e-5)
+        torch.testing.assert_close(x[i], scale * (a * x0[i] + s * noise[i]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(time, process.network_time(t), check_dtype=False)
+    assert (x.dtype, time.dtype) == (torch.float32, torch.int64 if name == "ddpm" else torch.float32)

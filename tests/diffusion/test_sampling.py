@@ -1,11 +1,26 @@
 """What every sampler does with every process, whatever the network."""
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
-from scalelong.diffusion import DDPM, EDM, PROCESSES, SAMPLERS, VPSDE, Objective, default_sampler, get_process, sample
+from scalelong.diffusion import (
+    DDPM,
+    EDM,
+    PROCESSES,
+    SAMPLERS,
+    VPSDE,
+    Objective,
+    default_sampler,
+    get_process,
+    guided,
+    resolve_sampling,
+)
 from scalelong.random import normal
-from tests.diffusion.gaussian_oracle import SHAPE, BestNetwork
+from scalelong.runs.settings import SamplingSettings
+from tests.diffusion.gaussian_oracle import SHAPE, BestNetwork, sampled
 
 EVERY_PAIR = [(p, s) for p in PROCESSES for s in SAMPLERS if s != "euler_maruyama" or p in ("vp", "cosine")]
 
@@ -23,7 +38,7 @@ def test_an_image_depends_on_its_index_alone(name, sampler):
 
     def draw(*index):
         start = (11, torch.tensor(index), shape)
-        return sample(objective, crooked_network, start, sampler=sampler, steps=6, eta=eta)
+        return sampled(objective, crooked_network, start, sampler=sampler, steps=6, eta=eta)
 
     together = draw(*range(8))
     apart = torch.cat([draw(0, 1, 2), draw(3, 4, 5, 6, 7)])
@@ -35,27 +50,27 @@ def test_an_image_depends_on_its_index_alone(name, sampler):
 @pytest.mark.parametrize("sampler", ["ddpm", "dpm++2m"])
 def test_another_seed_is_another_image(sampler):
     one, other = (
-        sample(Objective(VPSDE()), crooked_network, (seed, torch.arange(2), (1, 4, 4)), sampler=sampler, steps=5)
+        sampled(Objective(VPSDE()), crooked_network, (seed, torch.arange(2), (1, 4, 4)), sampler=sampler, steps=5)
         for seed in (0, 1)
     )
     assert (one - other).abs().amax((1, 2, 3)).min() > 1e-2
 
 
 @pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
-def test_starting_noise_given_or_drawn_is_the_same(name, sampler):
+def test_starting_noise_as_a_tensor_or_by_seed(name, sampler):
     objective, index = Objective(get_process(name)), torch.arange(3)
     start = normal(5, "sample/start", index, (1, 4, 4))
     if sampler in ("ddpm", "euler_maruyama"):
-        with pytest.raises(ValueError, match=r"diffusion.start.*seed, index, shape"):
-            sample(objective, crooked_network, start, sampler=sampler, steps=4)
+        with pytest.raises(ValueError, match=r"start.*seed, index, shape"):
+            sampled(objective, crooked_network, start, sampler=sampler, steps=4)
     else:
-        given = sample(objective, crooked_network, start, sampler=sampler, steps=4)
-        assert torch.equal(given, sample(objective, crooked_network, (5, index, (1, 4, 4)), sampler=sampler, steps=4))
+        given = sampled(objective, crooked_network, start, sampler=sampler, steps=4)
+        assert torch.equal(given, sampled(objective, crooked_network, (5, index, (1, 4, 4)), sampler=sampler, steps=4))
 
 
 @pytest.mark.parametrize(("name", "sampler"), [pair for pair in EVERY_PAIR if pair[0] != "edm"])
 def test_the_condition_reaches_the_network_and_clip_bounds_its_image(name, sampler):
-    """A network that always answers with its label draws the label; Euler-Maruyama to the size of its last step."""
+    """A network that always predicts its label samples the label; Euler-Maruyama to the size of its last step."""
     level = torch.tensor([-5.0, 0.25, 3.0]).view(3, 1, 1, 1)
     options = {"sampler": sampler, "steps": 200 if sampler == "euler_maruyama" else 20, "level": level}
     start = (0, torch.arange(3), SHAPE)
@@ -64,9 +79,9 @@ def test_the_condition_reaches_the_network_and_clip_bounds_its_image(name, sampl
         return level.expand_as(x)
 
     close = 0.01 if sampler == "euler_maruyama" else 1e-4
-    free = sample(Objective(get_process(name), "x0"), net, start, **options)
+    free = sampled(Objective(get_process(name), "x0"), net, start, **options)
     torch.testing.assert_close(free, level.expand_as(free), rtol=0, atol=close)
-    clipped = sample(Objective(get_process(name), "x0"), net, start, clip=True, **options)
+    clipped = sampled(Objective(get_process(name), "x0"), net, start, clip=True, **options)
     torch.testing.assert_close(clipped, level.clamp(-1, 1).expand_as(free), rtol=0, atol=close)
 
 
@@ -79,13 +94,13 @@ def test_clip_bounds_edm_images_too(sampler):
         return (3 - c_skip * x / c_in) / (0.5 * sigma * c_in)
 
     for clip, level in ((False, 3.0), (True, 1.0)):
-        out = sample(Objective(EDM()), net, (0, torch.arange(2), SHAPE), sampler=sampler, steps=20, clip=clip)
+        out = sampled(Objective(EDM()), net, (0, torch.arange(2), SHAPE), sampler=sampler, steps=20, clip=clip)
         torch.testing.assert_close(out, torch.full_like(out, level), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
-def test_the_network_is_asked_at_the_times_of_the_process(name, sampler):
-    process, asked, told = get_process(name), [], []
+def test_the_network_is_evaluated_at_the_times_of_the_process(name, sampler):
+    process, asked, reported = get_process(name), [], []
 
     def net(x, time):
         assert x.dtype == torch.float32 and not torch.is_grad_enabled() and time.shape == (2,)
@@ -93,21 +108,21 @@ def test_the_network_is_asked_at_the_times_of_the_process(name, sampler):
         return 0.1 * x
 
     start = (0, torch.arange(2), SHAPE)
-    out = sample(Objective(process), net, start, sampler=sampler, steps=5, progress=lambda *at: told.append(at))
+    out = sampled(Objective(process), net, start, sampler=sampler, steps=5, progress=lambda *at: reported.append(at))
     spacing = "snr" if sampler in ("heun", "dpm++2m", "dpm++3m") and name != "edm" else ""
     want = process.network_time(process.sampling_times(5, spacing)).tolist()
     if sampler == "heun":
         want = [want[0], *(t for t in want[1:] for _ in range(2))]
     assert [t.item() for t in asked] == pytest.approx(want, rel=1e-6)
     assert asked[0].dtype == (torch.int64 if name == "ddpm" else torch.float32)
-    assert told == [(i + 1, 5) for i in range(5)] and out.dtype == torch.float32 and out.shape == (2, *SHAPE)
+    assert reported == [(i + 1, 5) for i in range(5)] and out.dtype == torch.float32 and out.shape == (2, *SHAPE)
 
 
 @pytest.mark.parametrize(("name", "sampler"), EVERY_PAIR)
 def test_nothing_is_read_back_from_the_device(name, sampler):
     """Meta tensors hold no values, so a step that waited for one would fail, and one that mixed devices too."""
     start = (0, torch.arange(3, device="meta"), SHAPE)
-    out = sample(Objective(get_process(name)), lambda x, time: 0.1 * x, start, sampler=sampler, steps=5, clip=True)
+    out = sampled(Objective(get_process(name)), lambda x, time: 0.1 * x, start, sampler=sampler, steps=5, clip=True)
     assert out.device.type == "meta" and out.shape == (3, *SHAPE)
 
 
@@ -116,7 +131,7 @@ def test_defaults():
 
     def steps_of(process, **options):
         calls.clear()
-        sample(
+        sampled(
             Objective(process),
             crooked_network,
             (0, torch.arange(1), (1, 4, 4)),
@@ -131,9 +146,9 @@ def test_defaults():
     assert steps_of(VPSDE()) == 50 and steps_of(EDM()) == 18
     assert steps_of(VPSDE(), sampler="euler_maruyama") == 1000
     assert steps_of(DDPM(num_steps=70), sampler="ddpm") == 70
-    chosen = sample(Objective(EDM()), crooked_network, (0, torch.arange(1), (1, 4, 4)))
+    chosen = sampled(Objective(EDM()), crooked_network, (0, torch.arange(1), (1, 4, 4)))
     assert torch.equal(
-        chosen, sample(Objective(EDM()), crooked_network, (0, torch.arange(1), (1, 4, 4)), sampler="heun")
+        chosen, sampled(Objective(EDM()), crooked_network, (0, torch.arange(1), (1, 4, 4)), sampler="heun")
     )
 
 
@@ -142,7 +157,7 @@ def test_one_step_is_the_denoised_noise(sampler):
     objective = Objective(VPSDE())
     start = normal(1, "sample/start", torch.arange(3), SHAPE)
     x0, _ = objective.denoise(BestNetwork(objective), start, torch.ones(3))
-    got = sample(objective, BestNetwork(objective), start, sampler=sampler, steps=1)
+    got = sampled(objective, BestNetwork(objective), start, sampler=sampler, steps=1)
     torch.testing.assert_close(got, x0, rtol=0, atol=1e-4)
 
 
@@ -152,15 +167,18 @@ def test_one_step_is_the_denoised_noise(sampler):
         (
             VPSDE(),
             {"sampler": "dpm++"},
-            ["diffusion.sampler", "'dpm++'", "did you mean 'dpm++", "heun, euler_maruyama"],
+            ["sampling.sampler", "'dpm++'", "did you mean 'dpm++", "heun, euler_maruyama"],
         ),
-        (DDPM(), {"sampler": "euler_maruyama"}, ["diffusion.sampler", "continuous", "'ddpm'"]),
-        (EDM(), {"sampler": "euler_maruyama"}, ["diffusion.sampler", "vp, cosine", "'edm'"]),
-        (DDPM(), {"sampler": "ddim", "steps": 1001}, ["diffusion.steps", "1001", "1000"]),
-        (VPSDE(), {"steps": -1}, ["diffusion.steps", "at least 1", "-1"]),
-        (VPSDE(), {"sampler": "heun", "eta": 0.5}, ["diffusion.eta", "ddim", "0.5"]),
-        (VPSDE(), {"sampler": "ddim", "eta": 1.5}, ["diffusion.eta", "[0, 1]", "1.5"]),
-        (EDM(), {"spacing": "time"}, ["diffusion.spacing", "'time'", "karras"]),
+        (DDPM(), {"sampler": "euler_maruyama"}, ["sampling.sampler", "continuous", "'ddpm'"]),
+        (EDM(), {"sampler": "euler_maruyama"}, ["sampling.sampler", "vp, cosine", "'edm'"]),
+        (DDPM(), {"sampler": "ddim", "steps": 1001}, ["sampling.steps", "1001", "1000"]),
+        (VPSDE(), {"steps": -1}, ["sampling.steps", "at least 1", "-1"]),
+        (VPSDE(), {"sampler": "heun", "eta": 0.5}, ["eta", "ddim", "0.5"]),
+        (VPSDE(), {"sampler": "ddim", "eta": 1.5}, ["eta", "[0, 1]", "1.5"]),
+        (VPSDE(), {"batch_size": 0}, ["sampling.batch_size", "at least 1", "got 0"]),
+        (VPSDE(), {"precision": "fp8"}, ["sampling.precision", "'fp8'", "fp32, bf16, fp16"]),
+        (VPSDE(), {"guidance": 2.0}, ["sampling.guidance", "null"]),
+        (EDM(), {"spacing": "time"}, ["sampling.spacing", "'time'", "karras"]),
     ],
 )
 def test_impossible_requests_are_refused_before_the_network_runs(process, options, words):
@@ -168,6 +186,68 @@ def test_impossible_requests_are_refused_before_the_network_runs(process, option
         raise AssertionError("the network was called")
 
     with pytest.raises(ValueError) as caught:
-        sample(Objective(process), net, (0, torch.arange(2), SHAPE), **options)
+        sampled(Objective(process), net, (0, torch.arange(2), SHAPE), **options)
     for word in words:
         assert word in str(caught.value)
+
+
+NULL = {"class_labels": torch.tensor([7])}
+
+
+class Counting:
+    """A network whose output is 0.1 x plus its label, and which remembers the batches it saw."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(self, x: Tensor, time: Tensor, class_labels: Tensor) -> Tensor:
+        self.batches.append(len(x))
+        assert len(time) == len(class_labels) == len(x)
+        return 0.1 * x + class_labels.float()[:, None]
+
+
+def test_the_formula_in_one_doubled_batch() -> None:
+    net, x, labels = Counting(), torch.randn(3, 4), torch.tensor([1, 2, 3])
+    found = guided(net, NULL, 2.5)(x, torch.ones(3), class_labels=labels)
+    expected = 0.1 * x + (7 + 2.5 * (labels - 7.0))[:, None]
+    torch.testing.assert_close(found, expected)
+    assert net.batches == [6]
+
+
+def test_the_null_condition_moves_to_the_device_of_the_condition() -> None:
+    labels = torch.tensor([1, 2, 3], device="meta")
+    found = guided(Counting(), NULL, 2.5)(
+        torch.randn(3, 4, device="meta"), torch.ones(3, device="meta"), class_labels=labels
+    )
+    assert found.is_meta
+
+
+def test_scale_one_is_the_network_itself() -> None:
+    net = Counting()
+    assert guided(net, NULL, 1.0) is net
+    objective, start = Objective(get_process("vp")), torch.randn(2, 4)
+    labels = torch.tensor([1, 2])
+    plain = sampled(objective, net, start, steps=4, class_labels=labels)
+    assert torch.equal(sampled(objective, net, start, steps=4, null=NULL, class_labels=labels), plain)
+    assert set(net.batches) == {2}
+
+
+def test_outside_the_interval_the_condition_acts_alone() -> None:
+    objective, start = Objective(get_process("edm")), torch.randn(2, 4)
+    net = Counting()
+    options = {"sampler": "ddim", "steps": 12, "guidance": 3.0, "guidance_interval": (0.5, 10.0)}
+    sampled(objective, net, start, null=NULL, class_labels=torch.tensor([1, 2]), **options)
+    levels = objective.process.sampling_times(12, "").tolist()  # of EDM a time is a noise level
+    assert net.batches == [4 if 0.5 <= level <= 10.0 else 2 for level in levels]
+    assert {2, 4} == set(net.batches)
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_a_wrong_scale_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"sampling\.guidance: must be a number of at least 0"):
+        resolve_sampling(SamplingSettings(guidance=scale), get_process("vp"))
+
+
+def test_an_empty_interval_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sampling\.guidance_interval: must be 0 <= low < high"):
+        resolve_sampling(SamplingSettings(guidance_interval=(2.0, 1.0)), get_process("vp"))

@@ -1,14 +1,14 @@
 """With the best network for Gaussian data every sampler is an affine map of its noises, so pushing unit vectors through it
-gives the mean and covariance of what it draws with no Monte Carlo error."""
+gives the mean and covariance of its samples with no Monte Carlo error."""
 
 import diffusers
 import pytest
 import torch
 
-from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, get_process, sample
+from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, get_process
 from scalelong.diffusion import sampling as sampling_module
 from scalelong.random import normal
-from tests.diffusion.gaussian_oracle import MEAN, MODES, SHAPE, VARIANCES, BestNetwork, flat, image
+from tests.diffusion.gaussian_oracle import MEAN, MODES, SHAPE, VARIANCES, BestNetwork, flat, image, sampled
 
 ODE_SAMPLERS = ["ddim", "dpm++2m", "dpm++3m", "heun"]
 
@@ -16,7 +16,7 @@ ODE_SAMPLERS = ["ddim", "dpm++2m", "dpm++3m", "heun"]
 def ode_map(objective, **options):
     """(offset, matrix) of the affine map a deterministic sampler makes from starting noise (D,) to image (D,)."""
     start = image(torch.cat([torch.zeros(1, 4), torch.eye(4)]))
-    out = flat(sample(objective, BestNetwork(objective), start, **options))
+    out = flat(sampled(objective, BestNetwork(objective), start, **options))
     return out[0], (out[1:] - out[0]).T
 
 
@@ -48,7 +48,7 @@ def mean_and_covariance(monkeypatch, objective, steps, **options):
     with monkeypatch.context() as patch:
         patch.setattr(sampling_module, "normal", impulses)
         index = torch.arange(1 + 4 * (steps + 1))
-        out = flat(sample(objective, BestNetwork(objective), (0, index, SHAPE), steps=steps, **options))
+        out = flat(sampled(objective, BestNetwork(objective), (0, index, SHAPE), steps=steps, **options))
     response = out[1:] - out[0]
     return out[0], response.T @ response
 
@@ -69,7 +69,7 @@ ODE_ERROR = {
 
 
 @pytest.mark.parametrize(("name", "sampler"), ODE_ERROR)
-def test_ode_samplers_draw_the_data(name, sampler):
+def test_ode_samplers_sample_the_data_distribution(name, sampler):
     """The mean is off by what starting from mean 0 instead of alpha MEAN leaves, at most 0.007."""
     mean, matrix = ode_map(Objective(get_process(name)), sampler=sampler, steps=50)
     assert relative_error(matrix @ matrix.T) < ODE_ERROR[name, sampler]
@@ -138,7 +138,7 @@ SDE_ERROR = {
 
 
 @pytest.mark.parametrize(("name", "sampler", "eta"), SDE_ERROR)
-def test_stochastic_samplers_draw_the_data(monkeypatch, name, sampler, eta):
+def test_stochastic_samplers_sample_the_data_distribution(monkeypatch, name, sampler, eta):
     objective = Objective(get_process(name))
     steps, *bounds = SDE_ERROR[name, sampler, eta]
     errors = []
@@ -158,10 +158,10 @@ def test_a_thousand_euler_maruyama_steps_are_within_a_third_of_a_percent(monkeyp
 
 @pytest.mark.parametrize("prediction", ["noise", "x0", "v"])
 def test_ancestral_sampling_is_the_peer_s(monkeypatch, prediction):
-    """diffusers' DDPMScheduler, told to use our noise, draws the same images."""
+    """diffusers' DDPMScheduler, given our noise, samples the same images."""
     process, steps, index = DDPM(num_steps=40, beta_end=0.3), 40, torch.arange(5)
     objective = Objective(process, prediction)
-    got = sample(objective, BestNetwork(objective), (9, index, SHAPE), sampler="ddpm", steps=steps)
+    got = sampled(objective, BestNetwork(objective), (9, index, SHAPE), sampler="ddpm", steps=steps)
 
     kind = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}[prediction]
     peer = diffusers.DDPMScheduler(steps, 1e-4, 0.3, clip_sample=False, prediction_type=kind)
@@ -179,7 +179,7 @@ def test_ancestral_sampling_is_the_peer_s(monkeypatch, prediction):
 def test_noise_x0_and_v_networks_give_the_same_images(sampler):
     start = (4, torch.arange(4), SHAPE)
     noise, x0, v = (
-        sample(Objective(VPSDE(), p), BestNetwork(Objective(VPSDE(), p)), start, sampler=sampler, steps=30)
+        sampled(Objective(VPSDE(), p), BestNetwork(Objective(VPSDE(), p)), start, sampler=sampler, steps=30)
         for p in ("noise", "x0", "v")
     )
     torch.testing.assert_close(noise, x0, rtol=0, atol=1e-3)

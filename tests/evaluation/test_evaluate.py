@@ -1,24 +1,36 @@
+"""Distances of images and of runs, and the self-check."""
+
 from __future__ import annotations
 
 import dataclasses
-import json
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scalelong.data import load_source
+from scalelong.data import DataError, MemorySource, load_source
 from scalelong.evaluation import (
     FeatureStatistics,
     FewSamplesWarning,
-    KernelDistance,
+    InceptionFeatures,
     RandomConvFeatures,
-    Result,
+    SelfCheck,
+    evaluate,
     evaluate_images,
+    evaluate_run,
     frechet_distance_of_features,
     kernel_distance,
+    load_training_data,
     reference_statistics,
+    self_check,
 )
+from scalelong.evaluation.evaluate import reference_features
+from scalelong.runs.settings import SamplingSettings
+from scalelong.training import TrainedRun, load_run, train
+from tests.training.tiny import tiny
 
 from .test_extractors import images
 
@@ -79,23 +91,6 @@ def test_what_kid_cannot_do_is_refused_before_any_work(options: dict[str, Any], 
     assert drawn == []
 
 
-def test_json_and_frozen() -> None:
-    result = Result("FID", 3.5, 10, 20, "net", "abc", "f00d", KernelDistance(0.1, 0.01))
-    assert json.loads(result.to_json()) == {
-        "metric": "FID",
-        "value": 3.5,
-        "n": 10,
-        "n_reference": 20,
-        "extractor": "net",
-        "extractor_hash": "abc",
-        "reference": "f00d",
-        "kid": {"mean": 0.1, "sd": 0.01},
-    }
-    assert json.loads(dataclasses.replace(result, kid=None).to_json())["kid"] is None
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        result.value = 0.0  # type: ignore[misc]
-
-
 def test_few_images_warn_and_too_few_are_refused() -> None:
     extractor = RandomConvFeatures(channels=4)
     reference = reference_statistics(DIGITS, extractor, cache=False)
@@ -114,3 +109,99 @@ def test_reference_of_another_extractor_is_refused_before_any_work() -> None:
 
     with pytest.raises(ValueError, match=r"evaluation\.reference: made by 'other'"):
         evaluate_images((never() for _ in range(1)), reference, RandomConvFeatures(channels=4))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """A run that leaves its sampler to the defaults."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(tiny(training_steps=1, sampling_sampler="", sampling_steps=0), folder)
+    return load_run(folder)
+
+
+def test_the_record_holds_what_was_used(run: TrainedRun) -> None:
+    extractor, source = RandomConvFeatures(channels=4), load_source("digits")
+    reference = reference_statistics(source, extractor, cache=False)
+    for sampling, expected in (
+        (SamplingSettings(count=20), ("dpm++2m", 50)),
+        (SamplingSettings("heun", count=20), ("heun", 18)),
+        (SamplingSettings(count=20, steps=3), ("dpm++2m", 3)),
+    ):
+        record = evaluate_run(run, extractor, reference, sampling).record()
+        used = SamplingSettings(**record["sampling"])
+        assert used == dataclasses.replace(sampling, sampler=expected[0], steps=expected[1])
+        assert (record["n"], record["reference"], record["weights"]) == (20, source.fingerprint, "ema")
+        assert "kid" not in record
+    as_trained = load_run(run.folder, weights="model")
+    features = reference_features(source, extractor)
+    evaluation = evaluate_run(as_trained, extractor, reference, sampling, kid_reference=features)
+    assert evaluation.record()["weights"] == "model"
+    assert evaluation.record().keys() >= {"kid", "kid_sd"}
+
+
+def test_ranks_share_the_images(run: TrainedRun) -> None:
+    extractor = RandomConvFeatures(channels=1)
+    reference = reference_statistics(load_source("digits"), extractor, cache=False)
+    sampling = SamplingSettings(count=20, steps=1, batch_size=3)
+    parts = [evaluate_run(run, extractor, reference, sampling, rank=rank, world_size=3) for rank in range(3)]
+    assert [part.result.n for part in parts] == [6, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"count": 1}, "sampling.count: a distance needs at least 2 images, got 1"),
+        ({"sampler": "dimm"}, "sampling.sampler: unknown 'dimm'"),
+        ({"steps": -1}, "sampling.steps: must be at least 1"),
+        ({"batch_size": 0}, "sampling.batch_size: must be at least 1"),
+        ({"precision": "fp8"}, "sampling.precision: unknown 'fp8'"),
+    ],
+)
+def test_impossible_settings_are_refused_before_any_work(run: TrainedRun, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        evaluate_run(run, RandomConvFeatures(channels=4), FeatureStatistics(16), SamplingSettings(**options))
+
+
+def test_a_run_is_not_measured_against_other_data_than_its_own(run: TrainedRun) -> None:
+    assert run.data == load_training_data(run).fingerprint
+    assert len(load_training_data(dataclasses.replace(run, data=""))) == 1797  # older exports lack the fingerprint
+    with pytest.raises(DataError, match=r"run was trained on other data than digits holds now; put the old data back"):
+        load_training_data(dataclasses.replace(run, data="0" * 64))
+
+
+def test_check_compares_halves_and_splits(
+    small_network: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The arithmetic of the check, on a small network and a small data set."""
+
+    def small(device: str, weights: Path | None, batch_size: int, **options: object) -> InceptionFeatures:
+        return InceptionFeatures(device, weights, batch_size, name="colour")
+
+    sources = {"train": images(60, size=8), "test": images(20, size=8, seed=1) // 2}
+    monkeypatch.setattr(evaluate, "InceptionFeatures", small)
+    monkeypatch.setattr(evaluate, "load_source", lambda name, root, split="train": MemorySource(split, sources[split]))
+    with caplog.at_level(logging.WARNING):
+        found = self_check("cpu", small_network, batch_size=16)
+    assert "hours on a CPU" in caplog.text
+    features = small("cpu", small_network, 60)
+    train, test = features(sources["train"]), features(sources["test"])
+    assert found.halves == pytest.approx(frechet_distance_of_features(train[:30], train[30:]), rel=1e-6)
+    assert found.train_test == pytest.approx(frechet_distance_of_features(train, test), rel=1e-6)
+    assert found.metric.startswith("FD(colour")
+    assert found.images_per_second > 0
+    assert not found.ok
+
+
+def test_ok_is_within_the_tolerance() -> None:
+    right = SelfCheck("FID", 2.09, 3.14, 10.0, 6000.0)
+    assert right.ok
+    assert not dataclasses.replace(right, halves=2.2).ok
+    assert dataclasses.replace(right, halves=2.055).ok
+    assert not dataclasses.replace(right, train_test=3.125).ok
+    assert not dataclasses.replace(right, halves=float("nan")).ok
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_known_values() -> None:
+    assert self_check("cuda").ok

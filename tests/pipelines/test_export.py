@@ -19,14 +19,14 @@ from torch import Tensor
 from scalelong.backbones import as_network
 from scalelong.cli.main import main
 from scalelong.data.text import TextEncoder
-from scalelong.diffusion import DDPM, Objective, get_process, sample
-from scalelong.diffusion.guidance import Guidance, guided
+from scalelong.diffusion import DDPM, Objective, get_process, guided, sample
 from scalelong.pipelines import Exported, export_pipeline, scheduler_for
 from scalelong.pipelines import export as export_code
+from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.build import build_pixels
 from scalelong.training.checkpoint import CheckpointError
-from scalelong.training.run import pixels_of
+from scalelong.training.run import load_pixels
 from tests.training.tiny import tiny
 
 from .settings import UNET, setting
@@ -110,9 +110,8 @@ def test_unets_become_plain_diffusers(tmp_path: Path, changes: dict[str, Any], s
     assert not list((tmp_path / "pipe").rglob("*.py"))
     noise = torch.randn(2, *run.shape, generator=torch.Generator().manual_seed(3))
     images = pipe(2, torch.Generator().manual_seed(3), 50, output_type="pt").images
-    expected = sample(
-        run.objective, as_network(run.model), noise, sampler=sampler, steps=50, clip=run.config.sampling.clip
-    )
+    settings = SamplingSettings(sampler, 50, clip=run.config.sampling.clip)
+    expected = sample(run.objective, as_network(run.model), noise, settings)
     torch.testing.assert_close(images, (expected / 2 + 0.5).clamp(0, 1), rtol=1e-2, atol=1e-2)
 
 
@@ -125,8 +124,8 @@ def test_unets_that_ddpm_pipeline_would_sample_otherwise(tmp_path: Path, changes
     found, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     assert not found.plain
     noise, steps = noise_of(run), 200 if changes.get("diffusion_process") == "cosine" else 50
-    options = {"sampler": run.config.sampling.sampler, "steps": steps, "clip": True}
-    expected = sample(run.objective, as_network(run.model), noise, **options)
+    settings = SamplingSettings(run.config.sampling.sampler, steps)
+    expected = sample(run.objective, as_network(run.model), noise, settings)
     images = pipe(latents=noise, num_inference_steps=steps, output_type="latent").images
     assert (images - expected).abs().mean() < 0.02 * expected.std()
 
@@ -137,11 +136,12 @@ def test_classes_and_guidance(tmp_path: Path, interval: tuple[float, float]) -> 
     run = trained(tmp_path / "run", **setting("class", tmp_path), **changes)
     _, pipe = exported(load_run(tmp_path / "run"), tmp_path / "pipe")
     noise, labels = noise_of(run), torch.tensor([4, 0, 9])
-    guidance = Guidance(3.0, {"class_labels": torch.tensor([10])}, interval)
+    null = {"class_labels": torch.tensor([10])}
 
     def net(x: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
         alpha, sigma = run.objective.process.marginal(time[:1] / 999)
-        return guidance.network(as_network(run.model), float(sigma / alpha))(x, time, **condition)
+        scale = 3.0 if interval[0] <= float(sigma / alpha) <= interval[1] else 1.0
+        return guided(as_network(run.model), null, scale)(x, time, **condition)
 
     with torch.no_grad():
         expected = reference(run, net, pipe.scheduler, noise, class_labels=labels)
@@ -200,7 +200,7 @@ def test_latents_are_decoded_by_their_autoencoder(tmp_path: Path) -> None:
     assert sampled.shape == (3, 1, 8, 8)
     assert ((sampled * 255).round() - pixels.float()).abs().max() <= 1
     Path(run.config.data.name.removeprefix("latents:")).rename(tmp_path / "elsewhere")
-    alone = pixels_of(load_run(tmp_path / "pipe"), torch.device("cpu"))(expected)
+    alone = load_pixels(load_run(tmp_path / "pipe"), torch.device("cpu"))(expected)
     assert (alone.float() - pixels.float()).abs().max() <= 1
 
 
@@ -225,7 +225,7 @@ def test_the_scheduler_solves_as_our_sampler_does(process: str, sampler: str, cl
     def net(x: Tensor, time: Tensor) -> Tensor:
         return 0.9 * x + 0.3 * torch.tanh(x.flatten(1) @ mix).view_as(x) * torch.cos(time / 300)[:, None, None, None]
 
-    expected = sample(objective, net, noise, sampler=sampler, steps=50, clip=clip)
+    expected = sample(objective, net, noise, SamplingSettings(sampler, 50, clip=clip))
     scheduler = scheduler_for(objective, sampler, clip)
     scheduler.set_timesteps(50)
     options = {"use_clipped_model_output": True} if sampler == "ddim" else {}
@@ -254,7 +254,7 @@ def test_a_pipeline_samples_nearly_as_our_own_sampler_does(tmp_path: Path, proce
     export_pipeline(load_run(tmp_path / "run"), tmp_path / "pipe", sampler)
     pipe = DiffusionPipeline.from_pretrained(str(tmp_path / "pipe"), trust_remote_code=True)
     noise = noise_of(run)
-    expected = sample(run.objective, as_network(run.model), noise, sampler=sampler, steps=20, clip=True)
+    expected = sample(run.objective, as_network(run.model), noise, SamplingSettings(sampler, 20))
     found = pipe(latents=noise, num_inference_steps=20, output_type="latent").images
     assert expected.std() > 0.01
     assert (found - expected).abs().mean() < 0.05 * expected.std()
@@ -290,7 +290,7 @@ def test_an_exported_pipeline_loads_as_a_run(tmp_path: Path, changes: dict[str, 
     ours = {name: value for name, value in back.model.state_dict().items() if name != "scalelong.kappa"}  # of "none"
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (back.step, back.shape, back.data, back.sizes) == (run.step, run.shape, run.data, run.sizes)
+    assert (back.step, back.shape, back.data, back.conditioning) == (run.step, run.shape, run.data, run.conditioning)
     x, time = noise_of(run), torch.full((3,), 300.0)
     with torch.no_grad():
         torch.testing.assert_close(

@@ -33,7 +33,7 @@ def test_the_scalings_of_the_paper(
     train(tiny(**SHORT, **network, **made[name], scaling_method=method), tmp_path / "run")
     assert all(math.isfinite(loss) for _, loss in losses(tmp_path / "run"))
     run = load_run(tmp_path / "run")
-    assert (run.sizes.num_classes > 0, run.sizes.text_dim > 0) == (name == "class", name == "text")
+    assert (run.conditioning.num_classes > 0, run.conditioning.text_dim > 0) == (name == "class", name == "text")
     assert run.shape == ((3, 8, 8) if name == "text" else (3, 4, 4) if name == "latent" else (1, 8, 8))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from scalelong.cli.train import oscillation_probe
 from scalelong.report import read_runs, write_report
+from scalelong.stability import OscillationProbe
 from scalelong.training import Trainer
 from tests.training.tiny import tiny
 
@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("none", "cs", "ls"):
         config = tiny(scaling_method=method, training_steps=24, training_sample_every=8, model_depth=6)
         trainer = Trainer(config, out / method)
-        trainer.observers.append(oscillation_probe(trainer, every=1))
+        trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=1))
         trainer.run()
         with (out / method / "metrics.jsonl").open("a") as file:
             file.write('{"step": 24, "kind": "evaluation", "metric": "FID", "value": 9.5, "n": 10, "extractor": "x"}\n')

@@ -15,7 +15,7 @@ def charts(tmp_path: Path) -> dict[str, Chart]:
     return make_charts(compare_runs(read_runs([tmp_path])[0]))
 
 
-def test_a_single_run_is_drawn_as_recorded_against_steps_and_time(tmp_path: Path) -> None:
+def test_a_single_run_is_plotted_as_recorded_against_steps_and_time(tmp_path: Path) -> None:
     write_run(tmp_path / "a", losses=[3.0, 2.0, 1.0], seconds=2.0, norms=[1.0, 2.0], kappa=[1.0, 0.5])
     made = charts(tmp_path)
     (steps,), (time,) = made["loss-steps"].series, made["loss-time"].series
@@ -29,7 +29,7 @@ def test_a_single_run_is_drawn_as_recorded_against_steps_and_time(tmp_path: Path
     assert not any(id.startswith("quality") for id in made)
 
 
-def test_seeds_are_drawn_as_mean_and_band(tmp_path: Path) -> None:
+def test_seeds_are_plotted_as_mean_and_band(tmp_path: Path) -> None:
     write_run(tmp_path / "a", seed=0, losses=[3.0, 1.0], seconds=1.0, evaluations=[(10, 8.0), (20, 4.0)])
     write_run(tmp_path / "b", seed=1, losses=[5.0, 1.0, 0.5], seconds=3.0, evaluations=[(10, 8.0), (20, 6.0)])
     made = charts(tmp_path)
@@ -41,7 +41,7 @@ def test_seeds_are_drawn_as_mean_and_band(tmp_path: Path) -> None:
     assert made["quality-0-steps"].series[0]["y"] == [8.0, 5.0]
 
 
-def test_quality_of_different_data_is_not_drawn(tmp_path: Path) -> None:
+def test_quality_of_different_data_is_not_plotted(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 4.0)])
     write_run(tmp_path / "b", data_name="emoji32", evaluations=[(20, 4.0)])
     made = charts(tmp_path)
@@ -49,7 +49,7 @@ def test_quality_of_different_data_is_not_drawn(tmp_path: Path) -> None:
     assert len(made["loss-steps"].series) == 2
 
 
-def test_learned_coefficients_stand_beside_the_constant_curve(tmp_path: Path) -> None:
+def test_learned_coefficients_are_plotted_with_the_constant_ones(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "ls", kappa=[0.5, 0.5, 0.5])
     learned, reference = charts(tmp_path)["kappa"].series
     assert learned["y"] == [0.5, 0.5, 0.5]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scalelong.report import Comparison, compare_runs, read_runs
-from scalelong.report.quality import Metric, headings, metrics_of, quality_series
 from tests.report.runs import write_run
 
 
@@ -14,7 +13,7 @@ def compare(tmp_path: Path) -> Comparison:
     return compare_runs(read_runs([tmp_path])[0])
 
 
-def test_the_race_to_the_worst_final_loss_is_won_by_all_and_timed(tmp_path: Path) -> None:
+def test_all_runs_reach_the_worst_final_loss_and_are_timed(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=[1.0, 0.8, 0.6, 0.4])
     write_run(tmp_path / "b", "cs", losses=[0.9, 0.5, 0.4, 0.3], seconds=2.0)
     race = compare(tmp_path).loss_race()
@@ -70,7 +69,6 @@ def test_measures_are_means_over_seeds_and_rank_the_best_first(tmp_path: Path) -
     assert comparison.measure(none_, "final_loss").mean == 1.5
     assert comparison.measure(none_, "final_loss").sd == pytest.approx(math.sqrt(0.5))
     assert [group.label for group in comparison.ranking("final_loss")] == ["cs 0.7", "none"]
-    assert comparison.ranking("images_per_second", largest_first=True)[0] is cs_
     assert comparison.ranking("feature_oscillation") == []
     assert comparison.difference(cs_, none_, "final_loss").value == pytest.approx(-0.9)
     with pytest.raises(ValueError, match="measure: unknown"):
@@ -83,22 +81,22 @@ def test_the_losses_of_single_seeds_are_paired_step_by_step(tmp_path: Path) -> N
     write_run(tmp_path / "b", "cs", losses=[loss - 0.1 - 0.001 * (i % 2) for i, loss in enumerate(shared * 5)])
     write_run(tmp_path / "c", "ls", 1, losses=[loss - 0.1 for loss in shared * 5])
     none, cs, ls = (comparison := compare(tmp_path)).groups
-    assert comparison.loss_difference(cs, none).clear  # the noise is the same in both
-    assert not comparison.loss_difference(ls, none).clear  # another seed: it is not
+    assert comparison.difference(cs, none, "final_loss").clear  # the noise is the same in both
+    assert not comparison.difference(ls, none, "final_loss").clear  # another seed: it is not
 
 
-def test_one_seed_against_several_counts_all_of_them_and_tells_nothing(tmp_path: Path) -> None:
+def test_one_seed_against_several_has_no_clear_difference(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", 0, losses=[0.5] * 10)
     write_run(tmp_path / "b", "none", 1, losses=[0.3] * 10)
     write_run(tmp_path / "c", "cs", 0, losses=[0.49] * 10)
     none, cs = (comparison := compare(tmp_path)).groups
-    difference = comparison.loss_difference(cs, none)
+    difference = comparison.difference(cs, none, "final_loss")
     assert difference.value == pytest.approx(0.09)  # of seed 0 alone it is -0.01
     assert math.isnan(difference.standard_error)
     assert not difference.clear
 
 
-def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
+def test_losses_of_different_data_or_objectives_are_not_raced(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 9.5), (40, 9.0)])
     write_run(tmp_path / "b", "cs", diffusion_prediction="x0", evaluations=[(40, 8.0)])
     comparison = compare(tmp_path)
@@ -112,7 +110,7 @@ def test_different_data_or_objectives_make_no_race(tmp_path: Path) -> None:
     assert comparison.metric_race(comparison.metrics[0]) is None
 
 
-def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp_path: Path) -> None:
+def test_single_measurements_are_raced_only_to_a_given_value(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(40, 20.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(40, 15.0)])
     comparison = compare(tmp_path)
@@ -122,7 +120,7 @@ def test_a_single_measurement_of_each_is_no_race_unless_a_value_is_asked_for(tmp
     assert (asked.asked, asked.protocol) == (True, "10,000 images, inception")
 
 
-def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> None:
+def test_only_measured_methods_take_part_in_a_metric_race(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(20, 30.0), (40, 20.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(20, 20.0), (40, 15.0)])
     write_run(tmp_path / "c", "ls")
@@ -139,46 +137,6 @@ def test_a_metric_race_is_run_by_those_that_were_measured(tmp_path: Path) -> Non
     unreached = comparison.metric_race(comparison.metrics[0], 1.0)
     assert unreached is not None
     assert [a.reached for a in unreached.arrivals] == [0, 0]
-
-
-def test_qualities_compare_only_within_one_protocol(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", evaluations=[(20, 30.0), (20, 34.0), (40, 20.0)])
-    write_run(tmp_path / "b", "cs", evaluations=[(40, 9.0)], metric={"n": 50_000})
-    write_run(tmp_path / "c", "ls", evaluations=[(40, 9.0)], metric={"sampler": "ddim", "sampler_steps": 5})
-    runs = read_runs([tmp_path])[0]
-    assert [str(metric) for metric in metrics_of(runs)] == ["FID of 50,000 images"] + ["FID of 10,000 images"] * 2
-    assert [metric.protocol for metric in metrics_of(runs)][2] == "10,000 images, ddim 5 steps, inception"
-    plain = Metric("FID", 10_000, "inception")
-    assert [quality_series(run, plain) for run in runs] == [([20, 40], [32.0, 20.0]), ([], []), ([], [])]
-    assert Metric("FD(mine)", 10, "mine").protocol == "10 images"
-
-
-def test_precisions_are_not_averaged_and_old_records_are_of_fp32(tmp_path: Path) -> None:
-    drawn = {"sampler": "ddim", "sampler_steps": 5}
-    write_run(tmp_path / "old", evaluations=[(40, 9.0)], metric=drawn)
-    write_run(tmp_path / "new", "cs", evaluations=[(40, 8.0)], metric=drawn | {"precision": "fp32"})
-    write_run(tmp_path / "half", "ls", evaluations=[(40, 7.0)], metric=drawn | {"precision": "bf16"})
-    runs = read_runs([tmp_path])[0]
-    assert [metric.sampler for metric in metrics_of(runs)] == ["ddim 5 steps", "ddim 5 steps, bf16"]
-    plain = metrics_of(runs)[0]
-    assert {run.folder.name: quality_series(run, plain)[1] for run in runs} == {"old": [9.0], "new": [8.0], "half": []}
-
-
-def test_weights_and_references_are_not_mixed(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", evaluations=[(40, 9.0)], metric={"reference": "r1"})
-    write_run(tmp_path / "b", "cs", evaluations=[(40, 8.0)], metric={"reference": "r1", "weights": "ema"})
-    write_run(tmp_path / "c", "ls", evaluations=[(40, 7.0)], metric={"reference": "r1", "weights": "model"})
-    write_run(tmp_path / "d", "universal", evaluations=[(40, 6.0)], metric={"reference": "r2"})
-    runs = read_runs([tmp_path])[0]
-    found = {m: [values[0] for run in runs if (values := quality_series(run, m)[1])] for m in metrics_of(runs)}
-    assert sorted(found.values()) == [[6.0], [7.0], [9.0, 8.0]]
-    assert headings(list(found))[next(m for m in found if found[m] == [7.0])] == (
-        "FID (10,000 images, weights as trained, inception)"
-    )
-    assert sorted(headings(list(found)).values())[1:] == [
-        "FID (10,000 images, inception, reference r2)",
-        "FID (10,000 images, weights as trained, inception)",
-    ]
 
 
 def test_data_are_the_same_by_fingerprint_where_both_have_one(tmp_path: Path) -> None:
@@ -201,12 +159,12 @@ def test_qualities_are_compared_at_the_last_step_that_all_share(tmp_path: Path) 
     comparison = compare(tmp_path)
     (metric,) = comparison.metrics
     assert comparison.quality_step(metric) == 20
-    assert [comparison.quality(group, metric).mean for group in comparison.groups[:2]] == [240.0, 230.0]
-    assert comparison.quality_difference(*comparison.groups[:2], metric).value == 10.0
+    assert [comparison.measure(group, metric).mean for group in comparison.groups[:2]] == [240.0, 230.0]
+    assert comparison.difference(*comparison.groups[:2], metric).value == 10.0
     write_run(tmp_path / "d", "universal", evaluations=[(30, 100.0)])
     comparison = compare(tmp_path)
     assert comparison.quality_step(metric) is None
-    assert [comparison.quality(group, metric).n for group in comparison.groups] == [0] * 4
+    assert [comparison.measure(group, metric).n for group in comparison.groups] == [0] * 4
     assert [comparison.last_qualities(group, metric) for group in comparison.groups] == [
         *([(40, 72.0)], [(20, 230.0)], [], [(30, 100.0)])
     ]

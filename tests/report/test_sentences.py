@@ -19,19 +19,19 @@ def finding(tmp_path: Path) -> str:
     return text
 
 
-def test_less_oscillation_is_said_with_both_values_and_the_change(tmp_path: Path) -> None:
+def test_less_oscillation_is_reported_with_both_values_and_the_change(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=SHAKY)
     write_run(tmp_path / "b", "cs", norms=STEADY)
     assert "cs 0.7 lowers the oscillation of the middle block from 0.400 to 0.0952 (−76%)" in finding(tmp_path)
 
 
-def test_more_oscillation_is_said_to_be_more(tmp_path: Path) -> None:
+def test_more_oscillation_is_reported_as_more(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=STEADY)
     write_run(tmp_path / "b", "cs", norms=SHAKY)
     assert "cs 0.7 raises the oscillation of the middle block from 0.0952 to 0.400 (+320%)" in finding(tmp_path)
 
 
-def test_no_change_is_said_to_be_none(tmp_path: Path) -> None:
+def test_no_change_is_reported_as_none(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=STEADY)
     write_run(tmp_path / "b", "cs", norms=STEADY)
     assert "leaves the oscillation of the middle block as it is" in finding(tmp_path)
@@ -57,26 +57,34 @@ def test_several_seeds_within_their_spread_are_no_change(tmp_path: Path) -> None
         write_run(tmp_path / f"c{seed}", "cs", seed, norms=cs)
     assert "cs 0.7 shows no clear change of the oscillation" in finding(tmp_path)
     assert sentences.headline(compare(tmp_path)).startswith("The oscillation of the middle block is equal within noise")
-    assert "Mean ± sd over 3 seeds" in sentences.seeds_words(compare(tmp_path))
+    assert "Mean ± sd over 3 seeds" in sentences.seeds(compare(tmp_path))
 
 
 def test_a_single_seed_proves_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none")
-    assert "a single seed proves nothing" in sentences.seeds_words(compare(tmp_path))
+    assert "a single seed proves nothing" in sentences.seeds(compare(tmp_path))
     write_run(tmp_path / "b", "none", 1)
-    assert "proves nothing" not in sentences.seeds_words(compare(tmp_path))
+    assert "proves nothing" not in sentences.seeds(compare(tmp_path))
     write_run(tmp_path / "c", "cs")
-    assert "cs 0.7 ran with a single seed" in sentences.seeds_words(compare(tmp_path))
+    assert "cs 0.7 ran with a single seed" in sentences.seeds(compare(tmp_path))
 
 
-def test_a_race_not_won_is_said_plainly(tmp_path: Path) -> None:
+def test_a_target_that_is_not_reached_is_reported(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=[1.0, 0.2])
     write_run(tmp_path / "b", "cs", losses=[1.0, 0.9])
     comparison = compare(tmp_path)
     race = comparison.loss_race(0.5)
     assert race is not None
-    assert sentences.race_words(race, comparison.groups[1], comparison.groups[0]) == "it does not reach loss 0.5000"
-    assert "not reached by cs 0.7" in sentences.target_words(race)
+    assert sentences.speed_up(race, comparison.groups[1], comparison.groups[0]) == "it does not reach loss 0.5000"
+    assert "not reached by cs 0.7" in sentences.target(race)
+
+
+def test_names_of_methods_keep_their_case_at_the_start_of_a_sentence(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "mp_cat", norms=STEADY, kappa=[1.0])
+    assert sentences.headline(compare(tmp_path)).startswith("mp_cat ends at a loss of")
+    write_run(tmp_path / "b", "rezero", norms=SHAKY)
+    assert sentences.headline(compare(tmp_path)).startswith("mp_cat has the lowest oscillation of the middle block")
+    assert sentences.throughput(compare(tmp_path)).startswith("mp_cat trains on 100 images")
 
 
 def test_the_headline_ranks_and_calls_a_tie_a_tie(tmp_path: Path) -> None:
@@ -96,16 +104,16 @@ def test_one_run_alone_is_described(tmp_path: Path) -> None:
     assert sentences.findings(comparison) == []
 
 
-def test_coefficients_are_described_as_they_lie(tmp_path: Path) -> None:
+def test_coefficients_are_described_from_outermost_to_innermost(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", kappa=[1.0, 1.0, 1.0])
     write_run(tmp_path / "b", "cs", kappa=[1.0, 0.7, 0.49])
     write_run(tmp_path / "c", "ls", kappa=[0.5, 0.6, 0.4])
     write_run(tmp_path / "d", "ls", 1, kappa=[0.5, 0.6, 0.4])
     groups = list(compare(tmp_path).groups)
-    told = [sentences.coefficient_words(group) for group in groups]
-    assert told[0] == "none: the same for all 3 skips, 1.00."
-    assert told[1] == "cs 0.7: falling from 1.00 at the outermost skip to 0.490 at the innermost."
-    assert told[2].startswith("ls: between 0.400 and 0.600, from 0.500")
+    text = [sentences.coefficients(group) for group in groups]
+    assert text[0] == "none: the same for all 3 skips, 1.00."
+    assert text[1] == "cs 0.7: falling from 1.00 at the outermost skip to 0.490 at the innermost."
+    assert text[2].startswith("ls: between 0.400 and 0.600, from 0.500")
     assert sentences.learned_against_constant(groups) == (
         "ls lies below the curve of cs 0.7 at 3 of 3 skips; they are furthest apart at skip 1, by 0.500."
     )
@@ -114,7 +122,7 @@ def test_coefficients_are_described_as_they_lie(tmp_path: Path) -> None:
 def test_learned_coefficients_that_hardly_differ_are_nearly_the_same(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "ls", kappa=[0.50, 0.502])
     (group,) = compare(tmp_path).groups
-    assert sentences.coefficient_words(group).startswith(
+    assert sentences.coefficients(group).startswith(
         "ls: nearly the same for all 2 skips, 0.500 to 0.502 after training"
     )
 
@@ -124,69 +132,12 @@ def test_throughput_and_quality_are_compared_with_the_baseline(tmp_path: Path) -
     write_run(tmp_path / "b", "cs", seconds=2.0, evaluations=[(40, 15.0)])
     comparison = compare(tmp_path)
     assert (
-        sentences.throughput_words(comparison)
-        == "none trains on 100 images per second (median) and cs 0.7 on 50.0 (−50%)."
+        sentences.throughput(comparison) == "none trains on 100 images per second (median) and cs 0.7 on 50.0 (−50%)."
     )
     assert "FID of 10,000 images 15.00 against 20.00 (−25%) at step 40" in finding(tmp_path)
-    assert sentences.quality_summary(comparison) == [
+    assert sentences.qualities(comparison) == [
         "FID of 10,000 images at step 40, lower is better: 15.00 for cs 0.7 and 20.00 for none."
     ]
-
-
-def test_notes_name_what_is_wrong(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "none", losses=[1.0, None, 0.5], training_steps=100)
-    folder = write_run(tmp_path / "b", "cs", data_name="emoji32", evaluations=[(10, 1.0)])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write("{torn\n")
-    told = "\n".join(notes(compare(tmp_path), ["c: is no run"]))
-    assert "Left out: c: is no run." in told
-    assert "trained on different data (digits and emoji32): losses, oscillations and quality cannot be " in told
-    assert "b: 1 damaged line in metrics.jsonl, passed over." in told
-    assert "a: at step 30 of 100." in told
-    assert "a: 1 of 3 records have no finite loss" in told
-    assert "numbers are taken up to step 30" in told
-
-
-def test_notes_name_what_does_not_compare(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "none", norms=STEADY, evaluations=[(40, 1.0)])
-    write_run(tmp_path / "b", "cs", norms=STEADY, every=5, losses=[1.0] * 8, evaluations=[(40, 1.0)], metric={"n": 7})
-    write_run(tmp_path / "c", "cs", diffusion_prediction="x0")
-    told = "\n".join(notes(compare(tmp_path)))
-    assert "minimise different losses (vp, predicting the default and vp, predicting x0)" in told
-    assert "probed at different intervals (5 and 10 steps)" in told
-    assert "measured in 2 ways that do not compare" in told
-    assert "No oscillation was recorded in" in told
-
-
-def test_runs_at_the_same_time_and_repeated_seeds_are_noted(tmp_path: Path) -> None:
-    for name, start in (("a", "2026-01-01 10:00:00"), ("b", "2026-01-01 10:00:02")):
-        path = write_run(tmp_path / name) / "metrics.jsonl"  # four seconds long
-        path.write_text(path.read_text().replace('"device"', f'"time": "{start}", "device"', 1))
-    told = "\n".join(notes(compare(tmp_path)))
-    assert "trained at the same time" in told
-    assert "none: seed 0 was given more than once" in told
-    path.write_text(path.read_text().replace("10:00:02", "11:00:00"))
-    assert "trained at the same time" not in "\n".join(notes(compare(tmp_path)))
-
-
-def test_a_run_that_mostly_started_up_is_noted(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "a", losses=[1.0] * 4) / "metrics.jsonl"  # seconds 1, 2, 3, 4
-    for i in (4, 3, 2, 1):
-        path.write_text(path.read_text().replace(f'"seconds": {i}.0', f'"seconds": {i + 6}.0'))
-    assert any("a: 60% of its time went into starting up" in note for note in notes(compare(tmp_path)))
-
-
-def test_a_sound_comparison_needs_no_notes(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "none", norms=STEADY)
-    write_run(tmp_path / "b", "cs", norms=STEADY)
-    assert notes(compare(tmp_path)) == []
-
-
-def test_different_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", data="0123456789")
-    write_run(tmp_path / "b", "cs", data="012345abcd")
-    told = "\n".join(notes(compare(tmp_path)))
-    assert "different data (digits, fingerprint 01234567 and digits, fingerprint 012345ab)" in told
 
 
 def test_oscillations_that_do_not_compare_are_not_ranked(tmp_path: Path) -> None:
@@ -195,8 +146,8 @@ def test_oscillations_that_do_not_compare_are_not_ranked(tmp_path: Path) -> None
     comparison = compare(tmp_path)
     assert sentences.headline(comparison).startswith("These runs are shown side by side but not ranked")
     assert finding(tmp_path) == "cs 0.7: nothing that it recorded can be compared."
-    assert sentences.oscillations_words(comparison) == [
-        "The oscillations of these runs do not compare, so they are drawn but not ranked."
+    assert sentences.oscillations(comparison) == [
+        "The oscillations of these runs do not compare, so they are plotted but not ranked."
     ]
     write_run(tmp_path / "other" / "a", "none", norms=SHAKY)
     write_run(tmp_path / "other" / "b", "cs", norms=STEADY, every=5, losses=[1.0] * 8)
@@ -204,18 +155,18 @@ def test_oscillations_that_do_not_compare_are_not_ranked(tmp_path: Path) -> None
     assert "final loss" in sentences.headline(compare(tmp_path / "other"))
 
 
-def test_qualities_of_different_steps_are_told_with_their_steps(tmp_path: Path) -> None:
+def test_qualities_of_different_steps_are_given_with_their_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(20, 240.0), (40, 72.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
     assert "FID of 10,000 images 230.0 against 240.0 (−4.2%) at step 20" in finding(tmp_path)
     assert any("images is compared at step 20, the last at which" in note for note in notes(compare(tmp_path)))
     write_run(tmp_path / "other" / "a", "none", evaluations=[(40, 72.0)])
     write_run(tmp_path / "other" / "b", "cs", evaluations=[(20, 230.0)])
-    told = finding(tmp_path / "other")
-    assert "FID of 10,000 images 230.0 at step 20, none 72.00 at step 40, which do not compare" in told
-    assert "%" not in told
+    text = finding(tmp_path / "other")
+    assert "FID of 10,000 images 230.0 at step 20, none 72.00 at step 40, which do not compare" in text
+    assert "%" not in text
     comparison = compare(tmp_path / "other")
-    assert sentences.quality_summary(comparison) == [
+    assert sentences.qualities(comparison) == [
         "FID of 10,000 images, at steps that differ and so not compared: 72.00 at step 40 for none; "
         "230.0 at step 20 for cs 0.7."
     ]
@@ -230,9 +181,9 @@ def test_a_speed_up_between_evaluations_is_not_resolved(tmp_path: Path) -> None:
     none, cs, ls = comparison.groups
     race = comparison.metric_race(comparison.metrics[0])
     assert race is not None
-    assert sentences.race_words(race, cs, none) == (
+    assert sentences.speed_up(race, cs, none) == (
         "it reaches FID 20.00 between 20 steps (2 s) and 40 steps (4 s), none between 20 steps (2 s) and 40 steps (4 s) "
         "(speed-up in steps not resolved, in time not resolved)"
     )
-    assert sentences.race_words(race, ls, none) == ""  # it was not measured
-    assert "where these stretches overlap, the speed-up is not resolved" in sentences.target_words(race)
+    assert sentences.speed_up(race, ls, none) == ""  # it was not measured
+    assert "where these intervals overlap, the speed-up is not resolved" in sentences.target(race)

@@ -31,7 +31,7 @@ def test_measures_are_mean_and_sd_and_unknown_columns_are_left_out(tmp_path: Pat
     assert cs[-1] == "–"
 
 
-def test_what_is_not_reached_is_said(tmp_path: Path) -> None:
+def test_targets_that_are_not_reached_are_reported(tmp_path: Path) -> None:
     race = two_methods(tmp_path).loss_race(0.45)
     assert race is not None
     assert arrivals_table(race)[1] == [
@@ -49,7 +49,7 @@ def test_columns_line_up() -> None:
     assert aligned([["a", "long"], ["bcd", "1"]]) == "a    long\n---------\nbcd     1"
 
 
-def test_csv_holds_full_numbers_and_every_pair(tmp_path: Path) -> None:
+def test_csv_has_full_numbers_and_every_pair(tmp_path: Path) -> None:
     comparison = two_methods(tmp_path / "runs")
     race = comparison.loss_race()
     assert race is not None
@@ -64,7 +64,7 @@ def test_csv_holds_full_numbers_and_every_pair(tmp_path: Path) -> None:
     assert (float(pair["speedup_steps"]), pair["after_steps"]) == (2.0, "")
 
 
-def test_arrivals_between_evaluations_are_stretches_and_may_not_be_resolved(tmp_path: Path) -> None:
+def test_arrivals_between_evaluations_are_intervals_and_may_not_be_resolved(tmp_path: Path) -> None:
     for name, method in (("a", "none"), ("b", "cs")):
         write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
     comparison = compare_runs(read_runs([tmp_path])[0])
@@ -80,7 +80,7 @@ def test_arrivals_between_evaluations_are_stretches_and_may_not_be_resolved(tmp_
     assert (pair["speedup_steps"], pair["speedup_seconds"]) == ("", "")
 
 
-def test_values_of_different_steps_stand_with_their_steps(tmp_path: Path) -> None:
+def test_values_of_different_steps_are_shown_with_their_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(40, 72.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
     write_run(tmp_path / "c", "ls")
@@ -90,7 +90,7 @@ def test_values_of_different_steps_stand_with_their_steps(tmp_path: Path) -> Non
     assert {row["FID n=10000 inception mean"] for row in csv.DictReader((tmp_path / "t.csv").open())} == {""}
 
 
-def test_metrics_that_differ_in_how_images_were_drawn_have_headings_of_their_own(tmp_path: Path) -> None:
+def test_metrics_sampled_in_different_ways_have_different_headings(tmp_path: Path) -> None:
     ways = [{"sampler": "ddim"}, {"sampler": "euler"}, {"guidance": 2}, {"precision": "bf16"}, {"weights": "model"}, {}]
     for i, way in enumerate(ways):
         methods = (("n", "none"), ("c", "cs"))
@@ -105,5 +105,5 @@ def test_metrics_that_differ_in_how_images_were_drawn_have_headings_of_their_own
     columns = [name for name in next(csv.reader((tmp_path / "t.csv").open())) if "FID" in name]
     assert len(set(columns)) == 3 * len(ways)
     assert len({row["what"] for row in csv.DictReader(pairs.open())}) == len(ways)
-    told = next(note for note in notes(comparison) if "ways that do not compare" in note)
-    assert told.count("weights as trained") == 1
+    note = next(note for note in notes(comparison) if "ways that do not compare" in note)
+    assert note.count("weights as trained") == 1

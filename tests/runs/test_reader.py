@@ -1,11 +1,16 @@
 """Runs read from folders, with what can be wrong with them."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from scalelong.report import read_run, read_runs, write_report
+from scalelong.report import write_report
+from scalelong.runs import CHECKPOINTS, step_name
+from scalelong.runs.events import append_event
+from scalelong.runs.reader import checkpoints, read_run, read_runs
+from scalelong.runs.settings import SamplingSettings
 from tests.report.runs import draw_grid, write_run
 
 
@@ -33,7 +38,7 @@ def test_what_was_not_recorded_is_nan(tmp_path: Path) -> None:
     assert (run.middle_block, run.coefficients(), run.sample_grids()) == ("", [], [])
 
 
-def test_damaged_lines_and_values_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_lines_and_values_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 30, "kind": "train", "loss": "much"}\n{"step": 40, "kind": "train", "loss": NaN}\n')
@@ -52,6 +57,11 @@ def test_damaged_lines_and_values_are_passed_over(tmp_path: Path) -> None:
         '"value": true',
         '"value": "9.0"',
         '"precision": 16',
+        '"sampling": 7',
+        '"sampling": {"steps": "many"}',
+        '"sampling": {"clip": 1}',
+        '"sampling": {"guidance_interval": [0.0]}',
+        '"sampling": {"guidance": 2.0, "guidance_interval": [0.0, "high"]}',
         '"sampler": ["ddim"]',
         '"sampler_steps": "many"',
         '"guidance": {}',
@@ -71,11 +81,11 @@ def test_evaluations_with_bad_fields_are_damaged_lines(change: str, tmp_path: Pa
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{line}, {change}}}\n")
     run = read_run(folder)
-    assert (run.damaged_lines, [record["value"] for record in run.evaluation]) == (1, [9.0])
+    assert (run.damaged_lines, [measurement.value for measurement in run.evaluations]) == (1, [9.0])
     assert write_report([run], tmp_path / "r.html").is_file()
 
 
-def test_a_value_that_was_not_finite_is_no_damage_and_a_missing_one_is(tmp_path: Path) -> None:
+def test_a_null_value_is_not_damage_and_a_missing_one_is(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "value": null, "n": 10}\n')
@@ -83,17 +93,17 @@ def test_a_value_that_was_not_finite_is_no_damage_and_a_missing_one_is(tmp_path:
         file.write('{"step": 40, "kind": "evaluation", "metric": "FID", "value": 1.0}\n')
         file.write('{"step": 0, "kind": "start", "data": 7}\n')
     run = read_run(folder)
-    assert (run.damaged_lines, run.evaluation, len(run.start)) == (3, (), 1)
+    assert (run.damaged_lines, run.evaluations, len(run.start)) == (3, (), 1)
 
 
-def test_huge_numbers_of_training_are_not_drawn(tmp_path: Path) -> None:
+def test_huge_numbers_are_ignored(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", losses=[1.0, 0.5])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": 30, "kind": "train", "loss": 1{"0" * 400}}}\n')
     assert read_run(folder).column("train", "loss") == ([10, 20], [1.0, 0.5])
 
 
-def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:
+def test_only_grids_sampled_during_training_are_found(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     for step in (20, 5):
         draw_grid(folder, step)
@@ -102,7 +112,7 @@ def test_only_grids_drawn_during_training_are_found(tmp_path: Path) -> None:
     assert [step for step, _ in read_run(folder).sample_grids()] == [5, 20]
 
 
-def test_a_folder_of_runs_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+def test_a_folder_of_runs_is_read_as_the_runs_in_it(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write_run(tmp_path / name)
     runs, refused = read_runs([tmp_path, tmp_path / "a"])
@@ -116,15 +126,40 @@ def test_a_bad_run_is_left_out_and_named_while_others_remain(tmp_path: Path) -> 
     runs, refused = read_runs([good, empty, tmp_path / "nowhere"])
     assert [run.folder.name for run in runs] == ["good"]
     assert "has no metrics.jsonl" in refused[0]
-    assert "nowhere: is no run" in refused[1]
+    assert "nowhere: is not a run folder" in refused[1]
 
 
 def test_no_run_at_all_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="runs: none given"):
         read_runs([])
     folder = write_run(tmp_path / "a", losses=[])
-    with pytest.raises(ValueError, match="holds no training record"):
+    with pytest.raises(ValueError, match="has no training record"):
         read_runs([folder])
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"a: metrics\.jsonl"):
         read_runs([folder])
+
+
+def test_flat_and_nested_sampling_records_are_the_same_metric(tmp_path: Path) -> None:
+    flat = {"sampler": "ddim", "sampler_steps": 5, "guidance": 2.0, "precision": "bf16", "weights": "ema"}
+    settings = SamplingSettings("ddim", 5, clip=False, guidance=2.0, guidance_interval=(0.5, 3.0), precision="bf16")
+    nested = {"sampling": asdict(settings) | {"batch_size": 7, "count": 10_000}, "weights": "ema"}
+    own = {"sampling_clip": False, "sampling_guidance_interval": (0.5, 3.0)}  # older records do not repeat these
+    old = read_run(write_run(tmp_path / "old", evaluations=[(40, 9.0)], metric=flat, **own))
+    new = read_run(write_run(tmp_path / "new", evaluations=[(40, 9.0)], metric=nested))
+    assert old.evaluations == new.evaluations
+    assert new.evaluations[0].metric.sampling == settings
+
+
+def test_an_infinite_guidance_interval_survives_json(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    settings = asdict(SamplingSettings("ddim", 5, guidance=2.0))
+    append_event(folder, 40, "evaluation", {"metric": "FID", "value": 9.0, "n": 10, "sampling": settings})
+    assert read_run(folder).evaluations[0].metric.sampling.guidance_interval == (0.0, math.inf)
+
+
+def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
+    for name in (step_name(20), step_name(100_000_000), ".staged-step-00000030", "step-x"):
+        (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
+    assert list(checkpoints(tmp_path)) == [20, 100_000_000]
+    assert checkpoints(tmp_path / "nowhere") == {}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from scalelong.cli.main import main
+from scalelong.runs.presets import get_preset
+from scalelong.runs.settings import to_yaml
 from scalelong.stability.diagnosis import Sentence, diagnose
-from scalelong.training import get_preset, to_yaml
 
 
 def write_run(folder: Path, train: list[dict[str, Any]], probe: list[dict[str, Any]], method: str = "none") -> Path:
@@ -63,18 +64,18 @@ def test_an_oscillating_block_is_named_with_its_number(tmp_path) -> None:
 def test_a_calm_run_has_no_alarm(tmp_path) -> None:
     found = diagnose(write_run(tmp_path / "run", calm(), probes(0.01)))
     assert not any(sentence.alarming for sentence in found)
-    assert "No block oscillates: the liveliest, mid_block, moves by 2.0%" in about(found, "features").text
+    assert "No block oscillates: the least steady, mid_block, moves by 2.0%" in about(found, "features").text
     assert "do not spike: the largest norm, 1.5 by step" in about(found, "gradients").text
     assert about(found, "steps").text == "No step was skipped for values that are not finite (0 of 300)."
     assert about(found, "try").text == "Nothing here asks for a change (0 alarms)."
 
 
-def test_a_scaled_run_is_not_told_to_scale(tmp_path) -> None:
+def test_scaling_is_not_advised_to_a_scaled_run(tmp_path) -> None:
     found = diagnose(write_run(tmp_path / "run", calm(), probes(0.2), method="ls"))
     assert not any("--scaling.method" in sentence.text for sentence in found)
 
 
-def test_spikes_skips_and_a_rising_loss_are_told(tmp_path) -> None:
+def test_spikes_skips_and_a_rising_loss_are_reported(tmp_path) -> None:
     train = calm()
     train[20] |= {"gradient_norm_max": 8.0}
     train[-1] |= {"skipped": 3}
@@ -93,7 +94,7 @@ def test_spikes_skips_and_a_rising_loss_are_told(tmp_path) -> None:
     assert "--optimizer.lr 0.0003" in advice
 
 
-def test_a_run_without_probe_records_is_told_how_to_get_them(tmp_path, capsys) -> None:
+def test_without_probe_records_the_flag_for_them_is_named(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "run", calm(range(10, 101, 10)), [])
     assert main(["diagnose", str(run)]) == 0
     out = capsys.readouterr().out
@@ -103,26 +104,26 @@ def test_a_run_without_probe_records_is_told_how_to_get_them(tmp_path, capsys) -
     assert "too few" in about(few, "features").text
 
 
-def test_values_that_are_not_finite_are_passed_over(tmp_path) -> None:
+def test_values_that_are_not_finite_are_ignored(tmp_path) -> None:
     found = diagnose(write_run(tmp_path / "run", calm(loss=None, gradient_norm=None), [], method="cs"))
-    assert "No record holds a finite loss" in about(found, "course").text
-    assert "No record holds a finite gradient norm" in about(found, "gradients").text
+    assert "No record has a finite loss" in about(found, "course").text
+    assert "No record has a finite gradient norm" in about(found, "gradients").text
 
 
-def test_a_run_that_stands_still_is_told(tmp_path) -> None:
+def test_a_run_that_does_not_learn_is_reported(tmp_path) -> None:
     still = diagnose(write_run(tmp_path / "run", calm(loss=0.0, gradient_norm=0.0, gradient_norm_max=0.0), []))
     assert "The loss stayed at 0 " in about(still, "course").text
     assert about(still, "course").alarming
     assert "Gradients are exactly zero in at least half of the" in about(still, "gradients").text
 
 
-def test_json_holds_the_numbers_and_no_run_is_refused(tmp_path, capsys) -> None:
+def test_json_has_the_numbers_and_other_folders_are_refused(tmp_path, capsys) -> None:
     run = write_run(tmp_path / "run", calm(), probes(0.2))
     assert main(["diagnose", str(run), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"about", "text", "number", "alarming"} == rows[0].keys()
     assert main(["diagnose", str(tmp_path)]) == 1
-    assert "holds no config.yaml with metrics.jsonl" in capsys.readouterr().err
+    assert "is not a run folder (it has no config.yaml)" in capsys.readouterr().err
     empty = write_run(tmp_path / "empty", [], [])
-    with pytest.raises(ValueError, match="holds no training record"):
+    with pytest.raises(ValueError, match="has no training record"):
         diagnose(empty)

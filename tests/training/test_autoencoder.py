@@ -23,11 +23,14 @@ def test_reconstructions_improve_and_latents_get_unit_variance(tmp_path: Path) -
     found = load_autoencoder(tmp_path / "ae")
     assert found.scale == pytest.approx(trained.scale)
     moments = found.moments(to_float(source.read_many(range(256))))
-    drawn = moments[:, 0] + torch.exp(0.5 * moments[:, 1]) * torch.randn(moments[:, 0].shape)
-    assert float((drawn * found.scale).square().mean()) == pytest.approx(1.0, abs=0.1)
+    noise = torch.randn(moments[:, 0].shape, generator=torch.Generator().manual_seed(0))
+    sample = moments[:, 0] + torch.exp(0.5 * moments[:, 1]) * noise
+    assert float((sample * found.scale).square().mean()) == pytest.approx(1.0, abs=0.1)
     again = train_autoencoder(source, tmp_path / "again", SHORT)
-    assert load_autoencoder(again.folder).digest == found.digest
-    with pytest.raises(ValueError, match="is there already"):
+    torch.testing.assert_close(
+        load_autoencoder(again.folder).model.state_dict(), found.model.state_dict(), rtol=1e-3, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="exists and is not empty"):
         train_autoencoder(source, tmp_path / "ae", SHORT)
 
 

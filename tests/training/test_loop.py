@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ class Poison:
         return output
 
 
-def test_a_run_writes_what_it_should(tmp_path) -> None:
+def test_the_files_of_a_run(tmp_path) -> None:
     folder = train(tiny(training_steps=6, training_sample_every=3), tmp_path / "run")
     assert {path.name for path in folder.iterdir()} == {
         ".lock", "config.yaml", "metrics.jsonl", "checkpoints", "samples", "tensorboard",
@@ -67,7 +68,7 @@ def test_training_learns(tmp_path) -> None:
     [{}, {"training_accumulate": 2}, {"training_log_every": 5}, {"condition_kind": "class", "condition_drop": 0.3}],
     ids=str,
 )
-def test_going_on_is_bit_identical_to_never_having_stopped(changes, tmp_path) -> None:
+def test_resuming_is_bit_identical_to_an_uninterrupted_run(changes, tmp_path) -> None:
     whole = train(tiny(**changes), tmp_path / "whole")
     train(tiny(training_steps=6, **changes), tmp_path / "parts")
     if "training_log_every" in changes:  # the records in between are at other steps when a run ends in between
@@ -83,11 +84,11 @@ def test_the_same_command_on_a_finished_run_changes_nothing(tmp_path) -> None:
     assert (folder / "metrics.jsonl").read_text() == before
 
 
-def test_missing_checkpoints_are_no_reason_to_start_afresh(tmp_path) -> None:
+def test_a_run_that_lost_its_checkpoints_does_not_start_afresh(tmp_path) -> None:
     folder = train(tiny(training_steps=6), tmp_path / "run")
     before = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(CheckpointError, match="wrote checkpoints up to step 6, but none is there"):
+    with pytest.raises(CheckpointError, match="wrote checkpoints up to step 6, but they are missing"):
         train(tiny(training_steps=6), tmp_path / "run")
     assert (folder / "metrics.jsonl").read_text() == before
 
@@ -151,7 +152,7 @@ class TestNonFinite:
         weights = load_file(newest(clean) / "model.safetensors")
         assert all(torch.equal(value, weights[key]) for key, value in trainer.model.state_dict().items())
 
-    def test_skip_leaves_the_update_out_and_counts_it(self, tmp_path, caplog) -> None:
+    def test_skip_counts_the_step_and_continues(self, tmp_path, caplog) -> None:
         trainer = self.trainer(tmp_path / "run", "skip")
         Poison(trainer, step=6)
         with caplog.at_level(logging.WARNING):
@@ -163,7 +164,7 @@ class TestNonFinite:
         assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
     @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
-    def test_rewind_goes_back_and_leaves_that_step_out(self, log_every, tmp_path) -> None:
+    def test_rewind_returns_to_the_checkpoint_and_skips_that_step(self, log_every, tmp_path) -> None:
         rewound = self.trainer(tmp_path / "rewound", "rewind", training_log_every=log_every)
         Poison(rewound, step=6)
         rewound.run()
@@ -177,16 +178,16 @@ class TestNonFinite:
             assert torch.equal(one, other)
 
     @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])
-    def test_a_loss_scaler_comes_through_a_rewind(self, log_every, tmp_path, monkeypatch) -> None:
+    def test_a_loss_scaler_survives_a_rewind(self, log_every, tmp_path, monkeypatch) -> None:
         """It refuses to unscale a second time before an update; half precision is for GPUs, but a CPU can do it."""
-        monkeypatch.setattr(RunConfig, "checked", lambda self, *_: self)
+        monkeypatch.setattr(loop, "check_config", lambda config, *_: config)
         trainer = self.trainer(tmp_path / "run", "rewind", training_precision="fp16", training_log_every=log_every)
         Poison(trainer, step=6)
         trainer.run()
         assert (trainer.step, trainer.guard.skipped) == (12, [6])
 
     @pytest.mark.parametrize("policy", ["skip", "rewind"])
-    def test_too_many_are_too_many(self, policy, tmp_path) -> None:
+    def test_the_run_stops_after_too_many(self, policy, tmp_path) -> None:
         trainer = self.trainer(tmp_path / "run", policy, training_max_nonfinite=2)
         for step in (2, 3, 4):
             Poison(trainer, step)
@@ -196,7 +197,7 @@ class TestNonFinite:
 
 @pytest.mark.parametrize("log_every", [1, 50], ids=["read at once", "read a step later"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, log_every: int, tmp_path) -> None:
+def test_a_signal_saves_and_stops_and_the_run_resumes(number: int, log_every: int, tmp_path) -> None:
     config = tiny(training_log_every=log_every, training_checkpoint_every=50)
     trainer = Trainer(config, tmp_path / "run")
     trainer.observers.append(lambda step, model: os.kill(os.getpid(), number) if step == 6 else None)
@@ -217,12 +218,12 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_later(number: int, log_ever
 def test_waiting_for_the_device_counts_as_training_time(log_every, tmp_path, monkeypatch) -> None:
     read, clock = Pending.read, [0.0]
 
-    def waits(self: Pending, ranks: int) -> StepResult:
+    def waits(self: Pending) -> StepResult:
         clock[0] += 1
-        return read(self, ranks)
+        return read(self)
 
     monkeypatch.setattr(Pending, "read", waits)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0], strftime=time.strftime))
     folder = train(tiny(training_steps=8, training_log_every=log_every), tmp_path / "run")
     assert [r["seconds"] for r in read_events(folder)[0] if r["kind"] == "train"][-1] == 8
 
@@ -252,18 +253,18 @@ class TestLoadRun:
                 assert (run.step, run.shape) == (step, (1, 8, 8))
         assert load_run(folder).step == 8
 
-    def test_what_is_not_there_is_said(self, folder, tmp_path) -> None:
+    def test_errors_name_what_is_missing(self, folder, tmp_path) -> None:
         with pytest.raises(ValueError, match="no checkpoint at 5; there are 4, 8"):
             load_run(folder, step=5)
         with pytest.raises(ValueError, match="must be ema or model"):
             load_run(folder, weights="best")
-        with pytest.raises(FileNotFoundError, match="is no run"):
+        with pytest.raises(FileNotFoundError, match="is not a run folder"):
             load_run(tmp_path / "elsewhere")
         shutil.rmtree(folder / "checkpoints")
         with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
             load_run(folder)
         (folder / "scalelong.json").touch()
-        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load, and no run"):
+        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load and is not a run folder"):
             load_run(folder)
 
 

@@ -20,7 +20,11 @@ _DECODED_AT_ONCE = 64
 def small_autoencoder(
     channels: int = 3, widths: tuple[int, ...] = (16, 32), latent_channels: int = 4, layers: int = 1, size: int = 32
 ) -> Any:
-    """A diffusers AutoencoderKL of this many levels; every level after the first halves the image."""
+    """A diffusers AutoencoderKL with one level per width; every level after the first halves the image.
+
+    >>> small_autoencoder(widths=(8, 8), size=16).config.latent_channels
+    4
+    """
     from diffusers import AutoencoderKL
 
     if not widths or any(width < 8 or width % 8 for width in widths):
@@ -48,7 +52,7 @@ def small_autoencoder(
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """An AutoencoderKL, by which its latents are known, and the affine map between them and unit variance."""
+    """An AutoencoderKL, its sha256, and the affine map of its latents to unit variance."""
 
     model: Any
     digest: str
@@ -57,7 +61,7 @@ class Autoencoder:
 
     @property
     def factor(self) -> int:
-        """How many pixels one latent stands for, along one side."""
+        """Pixels per latent along one side."""
         return int(2 ** (len(self.model.config.block_out_channels) - 1))
 
     def latent_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -82,7 +86,7 @@ class Autoencoder:
         return torch.stack([posterior.mean, posterior.logvar], dim=1)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents of unit variance, as the denoiser makes them; a few at a time, since images are large."""
+        """Images of latents of unit variance, as the denoiser samples them; decoded in small batches."""
         dtype, device = self.model.dtype, self.model.device
         with torch.no_grad():
             stored = (latents / self.scale + self.shift).to(device, dtype)
@@ -98,7 +102,7 @@ def load_autoencoder(
     folder = Path(name_or_folder).expanduser()
     options: dict[str, Any] = {"use_safetensors": True}
     if not (folder / "config.json").is_file() and not folder.is_dir() and not _is_hub_name(str(name_or_folder)):
-        raise FileNotFoundError(f"autoencoder: {folder} is no folder with a config.json; check the path")
+        raise FileNotFoundError(f"autoencoder: {folder} is not a folder with a config.json; check the path")
     if _holds_pipeline(folder):
         options["subfolder"] = "vae"
     try:
@@ -130,7 +134,7 @@ _ARCHITECTURE = (
 
 
 def autoencoder_digest(model: Any) -> str:
-    """sha256 of the architecture and the weights: equal wherever the files lie and whatever wrote them."""
+    """sha256 of the architecture and the weights, independent of the files."""
     described = {key: model.config[key] for key in _ARCHITECTURE}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):

@@ -1,4 +1,4 @@
-"""Train a small autoencoder for latent diffusion, where no pretrained one is at hand.
+"""Train a small autoencoder for latent diffusion, if you have no pretrained one.
 
 Example: scalelong autoencoder train emoji32 --out runs/emoji-autoencoder --steps 200
 """

@@ -18,10 +18,10 @@ import tyro
 
 from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.cli.arguments import DataName
-from scalelong.data import KNOWN, check, load_source
+from scalelong.data import SOURCES, check, load_source
+from scalelong.data.download import fetch
 from scalelong.data.encode import Origin, encode
-from scalelong.data.fetch import fetch
-from scalelong.data.text import encode_text, feature_file
+from scalelong.data.text import encode_captions
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Check:
     """List every bad file of a data set."""
 
     name: DataName  # a name, or one of the forms of `scalelong data list`
-    image_size: int | None = None  # what pictures will be cut and resized to; without it they must be of one size
+    image_size: int | None = None  # the size images will be cropped and resized to; without it all must have one size
     root: str | None = None
     split: str = "train"
 
 
 @dataclass(frozen=True)
 class Encode:
-    """Turn a set of images into the latents of an autoencoder; the same command again goes on where it stood."""
+    """Encode a set of images as latents of an autoencoder; the same command again continues an interrupted one."""
 
     name: DataName  # a data set of images
     autoencoder: str  # a diffusers AutoencoderKL: a folder, or a name on the hub
@@ -73,7 +73,7 @@ class EncodeText:
 
 @dataclass(frozen=True)
 class List:
-    """List the names that `data.name` takes."""
+    """List the sources that `data.name` takes."""
 
 
 Command = (
@@ -100,7 +100,8 @@ def main(arguments: list[str]) -> None:
         case EncodeText():
             _encode_text(command)
         case List():
-            print("\n".join(KNOWN))
+            for spec in sorted(SOURCES.values(), key=lambda spec: (":" in spec.form, spec.form)):
+                print(f"{spec.form:24}  {spec.description}")
 
 
 def _encode(command: Encode) -> None:
@@ -115,19 +116,18 @@ def _encode(command: Encode) -> None:
 
 
 def _encode_text(command: EncodeText) -> None:
-    captions = load_source(command.name, split=command.split, root=command.root).captions
-    if captions is None:
-        raise ValueError(f"data.name: {command.name} has no captions; nothing to encode")
-    found = encode_text(captions, command.encoder, command.max_tokens, root=command.root, device=command.device)
-    tokens, width = found.null.shape
-    path = feature_file(captions, command.encoder, command.max_tokens, command.root)
-    print(f"{len(captions):,} captions as {tokens} tokens of {width}: {path}")
+    source = load_source(command.name, split=command.split, root=command.root)
+    path, features = encode_captions(
+        source, command.encoder, command.max_tokens, root=command.root, device=command.device
+    )
+    captions, tokens, width = features.rows.shape
+    print(f"{captions:,} captions as {tokens} tokens of {width}: {path}")
 
 
 def _check(name: str, image_size: int | None, root: str | None, split: str) -> None:
     problems = check(name, image_size=image_size, root=root, split=split)
     for problem in problems:
-        print(problem.message if problem.path in problem.message else f"{problem.path}: {problem.message}")
+        print(problem)
     if problems:
         sys.exit(f"{name}: {len(problems)} problem(s)")
     source = load_source(name, image_size=image_size, root=root, split=split)

@@ -16,14 +16,14 @@ from scalelong.stability.diagnosis import diagnose
 
 @dataclass(frozen=True)
 class Diagnose:
-    """What is on the command line."""
+    """The command line."""
 
-    run: RunFolder  # a folder that scalelong train wrote, best with --probe-every
+    run: RunFolder  # a run folder, best of a run trained with --probe-every
     json: bool = False  # print the sentences with their numbers as JSON
 
 
 def main(arguments: list[str]) -> None:
-    """Read and tell."""
+    """Print the diagnosis."""
     command = tyro.cli(Diagnose, args=arguments, prog="scalelong diagnose", description=__doc__)
     found = diagnose(command.run)
     if command.json:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from scalelong.data.cache import cache_dir
+from scalelong.data import cache_dir
 
 _EXTRAS = {
     "tensorboard": "curves in TensorBoard",

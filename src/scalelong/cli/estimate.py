@@ -1,4 +1,4 @@
-"""What a run would take: parameters, memory and time, measured on a small batch before anything is written."""
+"""`scalelong train --dry-run`: parameters, memory and time, measured on a small batch before anything is written."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ import time
 
 import torch
 
-from scalelong.data import DataError, Source, load_source, make_loader
+from scalelong.data import DataError, Source, make_loader
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning
 from scalelong.training import RunConfig, to_yaml
-from scalelong.training.build import build_model, build_objective
-from scalelong.training.checks import check_config
+from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.condition import Condition, make_condition
 from scalelong.training.step import Stepper
 
 
 def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
-    """The settings, and two small steps timed and scaled up: an order of magnitude, not a promise."""
+    """Print the settings, and the cost scaled up from small steps: an order of magnitude, not a promise."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
-    data = config.data
     try:
-        source = load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+        source = build_source(config)
         condition = make_condition(config, source, device)
     except (DataError, OSError) as error:
-        if data.name not in EXPECTED:
+        if config.data.name not in EXPECTED:
             raise
         _print_expected(config, error)
         return
-    model = build_model(config, source.shape, condition.sizes).to(device)
+    model = build_model(config, source.shape, condition.conditioning).to(device)
     size = min(probe_batch, config.training.batch_size)
     seconds = _seconds_per_step(config, model, source, condition, size) * config.training.batch_size / size
     hours = seconds * config.training.steps / 3600
@@ -43,14 +41,15 @@ def print_estimate(config: RunConfig, probe_batch: int = 4) -> None:
 
 
 def _print_expected(config: RunConfig, error: Exception) -> None:
-    """What can be told of a preset whose data is not there yet."""
-    shape, sizes = EXPECTED[config.data.name]
-    sizes = dataclasses.replace(sizes, null_class=sizes.num_classes > 0 and config.condition.drop > 0)
-    sizes = sizes if config.condition.kind != "none" else Conditioning()
+    """Print the size of a preset's model before its data is there."""
+    shape, known = EXPECTED[config.data.name]
+    null_class = known.num_classes > 0 and config.condition.drop > 0
+    conditional = config.condition.kind != "none"
     with torch.device("meta"):
-        model = build_model(config, shape, sizes)
+        conditioning = dataclasses.replace(known, null_class=null_class) if conditional else Conditioning()
+        model = build_model(config, shape, conditioning)
     print(f"data        not there yet: {error}")
-    print(f"            reckoned with {' x '.join(map(str, shape))}, as this preset expects it")
+    print(f"            computed for {' x '.join(map(str, shape))}, as this preset expects it")
     _print_size(model)
 
 
@@ -66,15 +65,16 @@ def _seconds_per_step(
 ) -> float:
     device = condition.device
     small = dataclasses.replace(config.training, batch_size=size, accumulate=1, compile="off")
-    small_config = dataclasses.replace(config, training=small)
-    stepper = Stepper(small_config, model, build_objective(config), device, 1, condition)
+    stepper = Stepper(
+        dataclasses.replace(config, training=small), model, build_objective(config), device, condition=condition
+    )
     loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
     times = []
     for _ in range(3):
         started = time.perf_counter()
-        pending = stepper.compute(1, loader.batches([torch.arange(size)]), stop=False)
+        pending = stepper.compute(1, loader.batches([torch.arange(size)]))
         stepper.update(pending)
-        pending.read(1)
+        pending.read()
         stepper.clear()
         times.append(time.perf_counter() - started)
     return min(times)

@@ -19,7 +19,7 @@ import tyro
 import scalelong
 from scalelong.cli.arguments import ModelName
 from scalelong.cli.open_model import Opened, open_model
-from scalelong.report.ushape import Rung, UShape, as_text, draw
+from scalelong.report.plots import Rung, UShape, as_text, draw
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
 from scalelong.skips.attach import skip_shapes

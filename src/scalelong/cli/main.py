@@ -1,4 +1,4 @@
-"""`scalelong VERB ...`: finds the verb's file and turns expected errors into one clear line."""
+"""`scalelong VERB ...`: imports and runs the file of the verb; expected errors are printed as one line."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ import os
 import sys
 from collections.abc import Sequence
 
+from scalelong import __version__
+from scalelong.errors import unknown_name
+
 VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
     "train": "train a preset; the same command again resumes",
-    "sample": "draw images from a trained run",
+    "sample": "sample images from a trained run",
     "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
     "report": "show runs in one HTML file",
     "evaluate": "measure a trained run (FID) against its data",
-    "export": "take a model out of a run, with a model card",
+    "export": "export the model of a run, with a model card",
     "data": "fetch, check and encode data sets",
     "autoencoder": "train a small autoencoder for latent diffusion",
     "inspect": "draw the U of a model: stages, skips, channels, coefficients, how far kappa reaches",
-    "kappa": "which kappa, from the data, the noise and the number of skips",
-    "diagnose": "say in words how stable a run was: oscillation, spikes, skipped steps",
-    "theory": "check the paper's theorems by numbers",
-    "doctor": "say what this machine and this installation can do",
+    "kappa": "recommend kappa from the data, the noise and the number of skips",
+    "diagnose": "describe how stable a run was: oscillation, spikes, skipped steps",
+    "theory": "check the paper's theorems numerically",
+    "doctor": "report what this machine and this installation can do",
 }
 
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)
@@ -32,7 +35,7 @@ def usage() -> str:
     """The list of verbs."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb.ljust(width)}  {what}" for verb, what in VERBS.items())
-    return f"usage: scalelong VERB [options]\n\n{verbs}\n\nscalelong VERB --help tells the options of a verb."
+    return f"usage: scalelong VERB [options]\n\n{verbs}\n\nscalelong VERB --help lists the options of a verb."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,9 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"scalelong {__version__}")
+        return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        print(f"error: unknown verb {verb!r}\n\n{usage()}", file=sys.stderr)
+        print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{usage()}", file=sys.stderr)
         return 2
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
@@ -51,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         importlib.import_module(f"scalelong.cli.{verb}").main(rest)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # as in `scalelong ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except EXPECTED as error:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
+from scalelong.data.registry import expected_shape
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
+from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
-from scalelong.runs.yaml_file import from_yaml
 from scalelong.skips import is_scaled
 from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call, is_meta
@@ -26,7 +27,6 @@ from scalelong.training import load_run
 from scalelong.training.build import build_model
 
 LARGE = 100_000_000  # parameters; larger models are built on the meta device, without values
-SHAPES = {"digits": (1, 8, 8), "emoji32": (3, 32, 32), "cifar10": (3, 32, 32), "fashion_mnist": (1, 28, 28)}
 COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline; the first that exists is opened
 
 
@@ -49,8 +49,7 @@ def known_config(name: str) -> RunConfig | None:
     """The configuration of a preset or a run folder; None for other models."""
     if name in PRESETS:
         return get_preset(name)
-    path = Path(name) / "config.yaml"
-    return from_yaml(path) if path.is_file() else None
+    return read_config(name) if is_run(name) else None
 
 
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
@@ -59,7 +58,7 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
     folder = Path(name)
     if name in PRESETS:
         model = _from_preset(name, example)
-    elif (folder / "config.yaml").is_file():
+    elif is_run(folder):
         model = load_run(folder).model
     elif folder.is_dir():
         model = _from_diffusers(folder)
@@ -108,7 +107,7 @@ def example_tensor(text: str) -> Tensor:
 
 def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, conditioning = EXPECTED.get(config.data.name, (SHAPES.get(config.data.name), Conditioning()))
+    shape, conditioning = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])
     if shape is None:

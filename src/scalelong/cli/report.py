@@ -1,4 +1,4 @@
-"""Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in words.
+"""Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
 
 Example: scalelong report runs/demo/none runs/demo/cs --out report.html
 """
@@ -17,14 +17,14 @@ from scalelong.report import read_runs, write_report
 
 @dataclass(frozen=True)
 class Report:
-    """What is on the command line."""
+    """The command line."""
 
-    runs: RunFolders = ()  # folders of runs, or folders that hold runs
-    out: str = ""  # default: report.html in the folder given, or here if there are several
+    runs: RunFolders = ()  # run folders, or folders of run folders
+    out: str = ""  # default: report.html in the given folder, or in the current one if several are given
 
 
 def main(arguments: list[str]) -> None:
-    """Read, write, tell where."""
+    """Read runs and write the page."""
     command = tyro.cli(Report, args=arguments, prog="scalelong report", description=__doc__)
     runs, refused = read_runs(command.runs)
     for why in refused:

@@ -1,29 +1,39 @@
-"""Where images come from, and which of them is drawn when."""
+"""Sources of images and the loader.
 
-from scalelong.data.base import MemorySource, Source
-from scalelong.data.cache import Problem, cache_dir
-from scalelong.data.check import check
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float, to_uint8
-from scalelong.data.loader import Batch, DeviceLoader, Loader, StreamLoader, make_loader
-from scalelong.data.order import sample_to_item
-from scalelong.data.sources import KNOWN, load_source, pixels_of
+A new source is one file like `cifar10.py` that calls `register`, and a line in the first import below.
+"""
+
+from scalelong.data import (  # noqa: F401
+    celeba,
+    cifar10,
+    coco,
+    embedded,
+    fashion_mnist,
+    folder,
+    huggingface,
+    imagenet64,
+    latents,
+    webdataset,
+)
+from scalelong.data.base import DataError, MemorySource, Shape, Source, to_float, to_uint8
+from scalelong.data.download import cache_dir
+from scalelong.data.loader import Batch, DeviceLoader, StreamLoader, make_loader, sample_to_item
+from scalelong.data.registry import SOURCES, check, load_source, register
 
 __all__ = [
-    "KNOWN",
+    "SOURCES",
     "Batch",
     "DataError",
     "DeviceLoader",
-    "Loader",
     "MemorySource",
-    "Problem",
+    "Shape",
     "Source",
     "StreamLoader",
     "cache_dir",
     "check",
     "load_source",
     "make_loader",
-    "pixels_of",
+    "register",
     "sample_to_item",
     "to_float",
     "to_uint8",

@@ -5,80 +5,148 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.errors import DataError
-from scalelong.data.images import to_float
-from scalelong.data.order import sample_to_item
-
 Shape = tuple[int, int, int]
+Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
 
-_SAMPLED = 64  # items whose contents enter a fingerprint where reading all would take too long
+_HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
+
+
+class DataError(ValueError):
+    """Bad data; the message names the file (or row) and the remedy."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One bad file or item, as `check` lists them."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.path in self.message else f"{self.path}: {self.message}"
+
+
+def to_float(images: Tensor) -> Tensor:
+    """uint8 to float32 in [-1, 1]; a multiplication, so that every device gives the same bits.
+
+    >>> to_float(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([-1.,  1.])
+    """
+    return (images.to(torch.float32) * 2.0 - 255.0) * (1.0 / 255.0)
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """[-1, 1] to uint8, the inverse of `to_float`; values outside are clipped.
+
+    >>> to_uint8(torch.tensor([-1.0, 0.0, 3.0]))
+    tensor([  0, 128, 255], dtype=torch.uint8)
+    """
+    return ((images.to(torch.float32) + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class Source(ABC):
-    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order."""
+    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order.
+
+    >>> class Ramp(Source):
+    ...     name, shape = "ramp", (1, 2, 2)
+    ...     def __len__(self):
+    ...         return 100
+    ...     def read(self, item):
+    ...         return torch.full(self.shape, item, dtype=torch.uint8)
+    >>> Ramp().read_many([3, 7])[:, 0, 0, 0]
+    tensor([3, 7], dtype=torch.uint8)
+    """
 
     name: str
     shape: Shape  # (C, H, W), the same for every item
-    num_classes: int  # 0: no labels
-    labels: Tensor | None  # (n,) int64
-    captions: list[str] | None  # one for each item, or as many as `caption_counts` says
-    caption_counts: Tensor | None = None  # (n,) how many captions each item has, one after another; None: one each
-    class_names: list[str]
-    images: Tensor | None = None  # uint8 (n, C, H, W) where the set is held in memory
-    max_workers: int | None = None  # how many processes may read it at a time; None: any number; 0: a thread reads it
+    num_classes: int = 0  # 0: no labels
+    labels: Tensor | None = None  # (n,) int64
+    captions: list[str] | None = None  # one per item, or `caption_counts` per item
+    caption_counts: Tensor | None = None  # (n,) captions of each item, stored consecutively; None: one each
+    class_names: Sequence[str] = ()
+    images: Tensor | None = None  # uint8 (n, C, H, W) if the set is held in memory
+    window: int | None = None  # items are shuffled within windows of this many; None: within the whole epoch
+    max_workers: int | None = None  # processes that may read it at a time; None: any number; 0: a thread reads it
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @property
     def stored(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and type of what `read` gives."""
+        """Shape and dtype of what `read` returns."""
         return self.shape, torch.uint8
 
     @abstractmethod
     def read(self, item: int) -> Tensor:
-        """One item as it is stored: of images, uint8 (C, H, W)."""
+        """One item as stored: uint8 (C, H, W) for images."""
 
     def read_many(self, items: Sequence[int]) -> Tensor:
-        """Items as they are stored: of images, uint8 (len(items), C, H, W)."""
+        """Items as stored: uint8 (len(items), C, H, W) for images."""
         return torch.stack([self.read(item) for item in items])
 
-    def order(self, seed: int, index: Tensor) -> Tensor:
-        """The item at each global sample index; every epoch of n samples is a fresh permutation."""
-        return sample_to_item(seed, len(self), index)
+    def where(self, item: int) -> str:
+        """What errors call this item."""
+        return f"{self.name} row {item}"
+
+    def verify(self, item: int) -> tuple[int, int] | None:
+        """Read one item whole, or raise a DataError; the image's (width, height) if it is resized afterwards."""
+        self.read(item)
+        return None
 
     def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
-        """What the network is trained on, float32 (B, C, H, W), of stored items (B, ...), all on one device.
+        """Training input, float32 (B, C, H, W), from stored items (B, ...), all on one device.
 
-        index: (B,) global sample indices. mirrored: (B,) which of them are flipped; None: none.
+        index: (B,) global sample indices. mirrored: (B,) bool, items to flip; None: none.
         """
         if mirrored is not None:
             stored = torch.where(mirrored[:, None, None, None], stored.flip(-1), stored)
         return to_float(stored)
 
-    @abstractmethod
-    def _digest(self) -> str: ...
+    def _form(self) -> object:
+        """How items are processed; enters the fingerprint."""
+        return (self.shape, len(self))
+
+    def _contents(self) -> Iterator[bytes]:
+        """Bytes that identify the items, for the fingerprint: by default, evenly spaced items as stored."""
+        yield self.read_many(hashed_items(len(self))).numpy().tobytes()
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 that changes when the data does, and does not depend on where the data lies."""
-        return self._digest()
+        """sha256 that changes when the data does, and does not depend on where the data is stored."""
+        digest = hashlib.sha256(repr(self._form()).encode())
+        for content in self._contents():
+            digest.update(content)
+        numbers = self.caption_counts if self.labels is None else self.labels
+        if numbers is not None:
+            digest.update(numbers.numpy().astype("<i8").tobytes())
+        for caption in self.captions or ():
+            digest.update(caption.encode() + b"\0")
+        return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all items as they are stored."""
+        """Bytes of all items as stored."""
         shape, dtype = self.stored
         return len(self) * math.prod(shape) * dtype.itemsize
 
 
 class MemorySource(Source):
-    """A set that is wholly in memory."""
+    """A set held in memory.
+
+    >>> source = MemorySource("noise", torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8))
+    >>> len(source), source.shape
+    (8, (3, 4, 4))
+    """
 
     images: Tensor
 
@@ -91,10 +159,7 @@ class MemorySource(Source):
         captions: list[str] | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise DataError(
-                f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}",
-                "wrong channels",
-            )
+            raise DataError(f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
         for what, values in (("labels", labels), ("captions", captions)):
             if values is not None and len(values) != len(images):
                 raise DataError(
@@ -115,15 +180,15 @@ class MemorySource(Source):
     def read_many(self, items: Sequence[int]) -> Tensor:
         return self.images[torch.as_tensor(items, dtype=torch.int64)]
 
-    def _digest(self) -> str:
-        digest = hashlib.sha256(repr(self.shape).encode())
-        digest.update(self.images.contiguous().numpy().data)
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
+    def _form(self) -> object:
+        return self.shape
+
+    def _contents(self) -> Iterator[bytes]:
+        yield self.images.contiguous().numpy().tobytes()
 
 
 def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tensor | None:
-    """int64 labels, all in 0 .. num_classes - 1, or a DataError that names the first item that is not."""
+    """int64 labels, all in 0 .. num_classes - 1; a DataError names the first item that is not."""
     if labels is None:
         return None
     labels = labels.to(torch.int64)
@@ -137,14 +202,16 @@ def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tenso
     return labels
 
 
-def sampled_items(count: int) -> list[int]:
-    """Evenly spaced items of 0 .. count - 1, the first and the last among them: those that a fingerprint reads."""
-    return torch.linspace(0, count - 1, min(count, _SAMPLED)).long().tolist()
+def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
+    """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
+    wanted = np.asarray(items)
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    for home in np.unique(homes).tolist():
+        here = homes == home
+        out[here] = shard(home)[wanted[here] - starts[home]]
+    return torch.from_numpy(out)
 
 
-def update_with_annotations(digest: hashlib._Hash, labels: Tensor | None, captions: list[str] | None) -> None:
-    """Add labels and captions to a running hash."""
-    if labels is not None:
-        digest.update(labels.numpy().astype("<i8").tobytes())
-    for caption in captions or ():
-        digest.update(caption.encode() + b"\0")
+def hashed_items(count: int) -> list[int]:
+    """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
+    return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()

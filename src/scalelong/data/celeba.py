@@ -1,4 +1,4 @@
-"""CelebA, aligned and cropped: 178 x 218 pictures of faces, of which the centre 140 x 140 pixels are kept."""
+"""CelebA, aligned and cropped: faces of 178 x 218, of which the centre 140 x 140 pixels are kept."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from scalelong.data.errors import DataError
+from scalelong.data.base import DataError
 from scalelong.data.folder import image_files
-from scalelong.data.pictures import FileSource
+from scalelong.data.images import FileSource
+from scalelong.data.registry import Request, register
 
 CROP = 140
 SIZE = 64
@@ -18,22 +19,20 @@ PARTITIONS = ("list_eval_partition.txt", "list_eval_partition.csv")
 SPLITS = {"train": 0, "val": 1, "test": 2}
 
 
+@register(
+    "celeba:PATH", "the aligned CelebA images, the centre 140 x 140 pixels resized to 64 x 64", shape=(3, SIZE, SIZE)
+)
 class CelebASource(FileSource):
     """The folder of aligned images; with the official partition file beside it, one split of them."""
 
-    captions = None
-    labels = None
-    num_classes = 0
-
-    def __init__(self, path: str | Path, image_size: int | None = None, split: str = "train") -> None:
-        root = Path(path).expanduser()
-        self.name = f"celeba:{path}"
-        self.class_names = []
+    def __init__(self, request: Request) -> None:
+        root = Path(request.path).expanduser()
+        self.name = f"celeba:{request.path}"
         self.folder = root
         while (self.folder / IMAGES).is_dir():  # some archives nest it twice
             self.folder /= IMAGES
-        self.files = _chosen(image_files(self.folder), root, split)
-        self.image_size = image_size or SIZE
+        self.files = _chosen(image_files(self.folder), root, request.split)
+        self.image_size = request.image_size or SIZE
         self.shape = self.common_shape()
 
     def open(self, item: int) -> Image.Image:
@@ -53,17 +52,15 @@ class CelebASource(FileSource):
 
 
 def _chosen(files: list[str], root: Path, split: str) -> list[str]:
-    """The files of one split, by the partition file; all of them are training data where there is none."""
+    """The files of one split according to the partition file; without one, all are training data."""
     partition = next((root / name for name in PARTITIONS if (root / name).is_file()), None)
     if partition is None:
         if split != "train":
-            raise DataError(
-                f"data.split: {root} has no {PARTITIONS[0]}, so only 'train' is known, not {split!r}", "missing"
-            )
+            raise DataError(f"data.split: {root} has no {PARTITIONS[0]}, so only 'train' is known, not {split!r}")
         return files
     if split not in SPLITS:
-        raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}", "missing")
-    there, chosen = set(files), []
+        raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}")
+    existing, chosen = set(files), []
     for number, line in enumerate(partition.read_text().splitlines(), 1):
         words = re.split(r"[,\s]+", line.strip())
         if words in ([""], ["image_id", "partition"]):
@@ -73,9 +70,9 @@ def _chosen(files: list[str], root: Path, split: str) -> list[str]:
                 f"{partition} line {number}: expected a file name and 0, 1 or 2, got {line!r}; get it again"
             )
         if words[1] == str(SPLITS[split]):
-            if words[0] not in there:
-                raise DataError(f"{partition} line {number}: {words[0]} is not among the images; restore it", "missing")
+            if words[0] not in existing:
+                raise DataError(f"{partition} line {number}: {words[0]} is not among the images; restore it")
             chosen.append(words[0])
     if not chosen:
-        raise DataError(f"{partition}: names no image of split {split!r}; get it again", "missing")
+        raise DataError(f"{partition}: names no image of split {split!r}; get it again")
     return chosen

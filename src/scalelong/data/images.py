@@ -1,9 +1,11 @@
-"""From a file to uint8 (C, H, W), and from uint8 to the network's [-1, 1] and back."""
+"""Decoded images: from a file to uint8 (C, H, W), sources that decode one image at a time, and grids as PNG."""
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,21 +17,21 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.errors import DataError, Kind
+from scalelong.data.base import DataError, MemorySource, Shape, Source, hashed_items
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-_ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # what can tell the orientation
-_WINDOW = 1024  # items handed to the thread pool at a time
+_ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
+_POOL_WINDOW = 1024  # items handed to the thread pool at a time
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent becomes white."""
+    """RGB, composited on white where transparent."""
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
@@ -46,8 +48,7 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
                 bands = len(image.getbands())
                 raise DataError(
                     f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode} ({bands} channel(s)); "
-                    "convert it to 8-bit RGB or remove it",
-                    "wrong channels",
+                    "convert it to 8-bit RGB or remove it"
                 )
             image.load()
             # looking for an orientation is slow for small images
@@ -57,15 +58,12 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{where}: the file is not there; restore it or remove the link to it", "missing") from error
+        raise DataError(f"{where}: no such file; restore it or remove the link to it") from error
     except _BROKEN_FILE as error:
-        kind: Kind = "truncated" if _looks_truncated(file, error) else "unreadable"
-        raise DataError(f"{where}: {kind} image ({error}); replace or delete the file", kind) from error
-
-
-def _looks_truncated(file: Path | IO[bytes], error: BaseException) -> bool:
-    empty = isinstance(file, Path) and file.is_file() and file.stat().st_size == 0
-    return empty or isinstance(error, EOFError) or "truncated" in str(error).lower()
+        empty = isinstance(file, Path) and file.is_file() and file.stat().st_size == 0
+        truncated = empty or isinstance(error, EOFError) or "truncated" in str(error).lower()
+        fault = "truncated" if truncated else "unreadable"
+        raise DataError(f"{where}: {fault} image ({error}); replace or delete the file") from error
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
@@ -87,29 +85,122 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(array).permute(2, 0, 1).contiguous()
 
 
-def resize_all(images: Tensor, size: int) -> Tensor:
+def resize_all(images: Tensor, size: int, progress: bool = False) -> Tensor:
     """(n, C, H, W) uint8 to (n, C, size, size), with the same filter as for files."""
     if tuple(images.shape[-2:]) == (size, size):
         return images
     pixels = images.permute(0, 2, 3, 1).numpy()
     if pixels.shape[-1] == 1:
         pixels = pixels[..., 0]
-    bar = tqdm(pixels, desc=f"resize to {size}", disable=None)
+    bar = tqdm(pixels, desc=f"resize to {size}", disable=None if progress else True)
     return torch.stack([to_tensor(fit(Image.fromarray(array), size)) for array in bar])
 
 
-def to_float(images: Tensor) -> Tensor:
-    """uint8 to float32 in [-1, 1]; a multiplication, so that every device gives the same bits."""
-    return (images.to(torch.float32) * 2.0 - 255.0) * (1.0 / 255.0)
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] to uint8: the inverse of `to_float`; what lies outside is clipped."""
-    return ((images.to(torch.float32) + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8)
+def resized(source: MemorySource, size: int | None) -> MemorySource:
+    """The same source with images of size x size; None keeps them."""
+    if size is None or size == source.shape[-1]:
+        return source
+    images = resize_all(source.images, size, progress=True)
+    return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
 
 
 def threaded(function: Callable[[Item], Result], items: Sequence[Item], threads: int = 8) -> Iterator[Result]:
-    """function(item) in order, on threads (Pillow decodes outside the interpreter lock)."""
+    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
     with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(items), _WINDOW):
-            yield from pool.map(function, items[start : start + _WINDOW])
+        for start in range(0, len(items), _POOL_WINDOW):
+            yield from pool.map(function, items[start : start + _POOL_WINDOW])
+
+
+class PictureSource(Source):
+    """Images decoded when read; with an image size each is cropped to its centre square and resized.
+
+    Without an image size all must have the size of the first.
+    """
+
+    image_size: int | None
+
+    @abstractmethod
+    def open(self, item: int) -> Image.Image:
+        """One whole RGB image, before cropping."""
+
+    def verify(self, item: int) -> tuple[int, int]:
+        return self.open(item).size
+
+    def common_shape(self) -> Shape:
+        """(3, H, W) of every image: the requested size, or that of the first image."""
+        width, height = (self.image_size, self.image_size) if self.image_size is not None else self.open(0).size
+        return (3, height, width)
+
+    def read(self, item: int) -> Tensor:
+        return to_tensor(self._fitted(item))
+
+    def read_many(self, items: Sequence[int]) -> Tensor:
+        """Fill one array: for small images, a tensor each costs as much as decoding."""
+        _, height, width = self.shape
+        pixels = np.empty((len(items), height, width, 3), dtype=np.uint8)
+        for row, item in enumerate(items):
+            pixels[row] = np.asarray(self._fitted(item))
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+    def _fitted(self, item: int) -> Image.Image:
+        image = self.open(item)
+        if self.image_size is not None:
+            return fit(image, self.image_size)
+        _, height, width = self.shape
+        if image.size != (width, height):
+            raise DataError(
+                f"{self.where(item)}: {image.size[0]} x {image.size[1]} pixels, but the first one has "
+                f"{width} x {height}; set data.image_size to crop and resize all of them"
+            )
+        return image
+
+
+class FileSource(PictureSource):
+    """One file per image; `files` are paths relative to `folder`."""
+
+    folder: Path
+    files: list[str]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def where(self, item: int) -> str:
+        return str(self.folder / self.files[item])
+
+    def open(self, item: int) -> Image.Image:
+        return open_rgb(self.folder / self.files[item], self.where(item))
+
+    def _form(self) -> object:
+        return self.shape
+
+    def _contents(self) -> Iterator[bytes]:
+        """Each file's name and size, and the bytes of some files."""
+        for name in self.files:
+            yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
+        for item in hashed_items(len(self)):
+            yield (self.folder / self.files[item]).read_bytes()
+
+
+def grid_image(images: Tensor, columns: int | None = None, least_pixels: int = 512) -> Image.Image:
+    """uint8 (n, C, H, W) images as a square grid, enlarged by a whole factor to about `least_pixels`.
+
+    >>> grid_image(torch.zeros(4, 3, 8, 8, dtype=torch.uint8)).size
+    (510, 510)
+    """
+    n, channels, height, width = images.shape
+    columns = columns or math.ceil(math.sqrt(n))
+    rows = math.ceil(n / columns)
+    sheet = torch.full((channels, rows * (height + 1) - 1, columns * (width + 1) - 1), 255, dtype=torch.uint8)
+    for i, image in enumerate(images.cpu()):
+        top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
+        sheet[:, top : top + height, left : left + width] = image
+    pixels = sheet.permute(1, 2, 0).numpy()
+    picture = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
+    factor = max(1, round(least_pixels / picture.width))
+    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+
+
+def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
+    """Write a grid as PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid_image(images, columns).save(path)

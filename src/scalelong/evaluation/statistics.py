@@ -1,16 +1,24 @@
-"""Mean and covariance of features, gathered batch by batch, kept with what they were made from. Legend: D features."""
+"""Mean and covariance of features, accumulated batch by batch; those of a data set are cached. Legend: D features."""
 
 from __future__ import annotations
 
-import os
-import tempfile
+import hashlib
+import logging
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
+from scalelong.data import Source, cache_dir
+from scalelong.data.images import threaded
+from scalelong.data.latents import original_images
+from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.frechet import (
     Array,
     checked_features,
@@ -19,13 +27,21 @@ from scalelong.evaluation.frechet import (
     square_root,
     warn_of_few_samples,
 )
-from scalelong.evaluation.ranks import all_parts
+from scalelong.files import atomic_write
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = "scalelong.statistics.1"
 
 
 class FeatureStatistics:
-    """n, mean and covariance in float64; batches are added one at a time, parts of ranks are merged."""
+    """n, mean and covariance in float64; batches are added one at a time, parts of ranks are merged.
+
+    >>> statistics = FeatureStatistics.from_features(torch.randn(100, 4))
+    >>> statistics.update(torch.randn(50, 4))
+    >>> statistics.n, statistics.cov.shape
+    (150, torch.Size([4, 4]))
+    """
 
     def __init__(self, dim: int, *, extractor: str = "", extractor_hash: str = "", data: str = "") -> None:
         if dim < 1:
@@ -63,7 +79,7 @@ class FeatureStatistics:
         self._add(len(x), mean, centred.T @ centred)
 
     def _add(self, n: int, mean: Tensor, scatter: Tensor) -> None:
-        """Chan, Golub and LeVeque 1983: two parts make a whole without a difference of large sums."""
+        """Merge two parts without a difference of large sums (Chan, Golub and LeVeque 1983)."""
         total = self.n + n
         if total == 0:
             return
@@ -76,8 +92,7 @@ class FeatureStatistics:
     def merge(self, other: FeatureStatistics) -> FeatureStatistics:
         """The statistics of both sets together, as a new object; the fingerprint stays if it is the same."""
         self.require_same_features(other)
-        data = self.data if self.data == other.data else ""
-        whole = FeatureStatistics(self.dim, extractor=self.extractor, extractor_hash=self.extractor_hash, data=data)
+        whole = self._empty(self.data if self.data == other.data else "")
         for part in (self, other):
             whole._add(part.n, part.mean, part.scatter)
         return whole
@@ -85,12 +100,13 @@ class FeatureStatistics:
     def gather(self) -> FeatureStatistics:
         """The statistics over all ranks of torch.distributed, on every rank."""
         own = torch.cat([self.mean.new_tensor([self.n]), self.mean, self.scatter.flatten()])
-        whole = FeatureStatistics(
-            self.dim, extractor=self.extractor, extractor_hash=self.extractor_hash, data=self.data
-        )
+        whole = self._empty(self.data)
         for part in torch.cat(all_parts(own[None])):
             whole._add(int(part[0]), part[1 : 1 + self.dim], part[1 + self.dim :].view(self.dim, self.dim))
         return whole
+
+    def _empty(self, data: str) -> FeatureStatistics:
+        return FeatureStatistics(self.dim, extractor=self.extractor, extractor_hash=self.extractor_hash, data=data)
 
     def distance(self, other: FeatureStatistics) -> float:
         """The Frechet distance; warns where either has no more samples than features."""
@@ -111,41 +127,130 @@ class FeatureStatistics:
             )
 
     def save(self, path: str | Path) -> Path:
-        """Write a safetensors file with n, extractor and fingerprint in its metadata; it appears whole or not at all."""
+        """Write a safetensors file, atomically, with n, extractor and fingerprint in its metadata."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = {
-            "format": _FORMAT,
-            "n": str(self.n),
-            "extractor": self.extractor,
-            "extractor_hash": self.extractor_hash,
-            "data": self.data,
-        }
+        about = {"extractor": self.extractor, "extractor_hash": self.extractor_hash, "data": self.data}
         tensors = {"mean": self.mean.cpu().contiguous(), "scatter": self.scatter.cpu().contiguous()}
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-            staged = Path(folder) / path.name
-            save_file(tensors, str(staged), metadata=about)
-            with staged.open("rb") as file:
-                os.fsync(file.fileno())
-            staged.replace(path)
+        with atomic_write(path) as file:
+            file.write(save(tensors, metadata={"format": _FORMAT, "n": str(self.n), **about}))
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> FeatureStatistics:
-        """What `save` wrote; anything else is a ValueError that names the file."""
+        """The inverse of `save`; any other file is a ValueError that names it."""
         path = Path(path)
         if not path.is_file():
-            raise ValueError(f"evaluation.statistics: {path} is not there; check the path")
+            raise ValueError(f"evaluation.statistics: {path} does not exist; check the path")
         try:
             with safe_open(str(path), framework="pt") as file:
                 about, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"evaluation.statistics: {path} cannot be read ({error}); delete it") from error
         if about.get("format") != _FORMAT or tensors.keys() != {"mean", "scatter"}:
-            raise ValueError(f"evaluation.statistics: {path} is no file of statistics (format {about.get('format')!r})")
+            raise ValueError(
+                f"evaluation.statistics: {path} is not a file of statistics (format {about.get('format')!r})"
+            )
         mean, scatter = checked_gaussian(tensors["mean"], tensors["scatter"], "")
         loaded = cls(
             len(mean), extractor=about["extractor"], extractor_hash=about["extractor_hash"], data=about["data"]
         )
         loaded.n, loaded.mean, loaded.scatter = int(about["n"]), mean, scatter
         return loaded
+
+
+def image_batches(source: Source, start: int = 0, stop: int | None = None, batch_size: int = 500) -> Iterator[Tensor]:
+    """uint8 (B, C, H, W) batches of the items start .. stop - 1, in order."""
+    items = range(len(source))[start:stop]
+    for first in range(0, len(items), batch_size):
+        chosen = items[first : first + batch_size]
+        if source.images is not None:
+            yield source.read_many(chosen)
+        else:
+            yield torch.stack(list(threaded(source.read, chosen)))
+
+
+def collect_statistics(
+    batches: Iterable[Tensor], extractor: Extractor, *, data: str = "", total: int | None = None
+) -> FeatureStatistics:
+    """Statistics of the features of all batches; `data` is their fingerprint, `total` is for the progress bar."""
+    statistics: FeatureStatistics | None = None
+    for features in extract(batches, extractor, total):
+        if statistics is None:
+            statistics = FeatureStatistics(
+                features.shape[1], extractor=extractor.name, extractor_hash=extractor.hash, data=data
+            )
+        statistics.update(features)
+    if statistics is None:
+        raise ValueError("evaluation.images: got none; check the source or num_images")
+    return statistics
+
+
+def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) -> Iterator[Tensor]:
+    """The features of each batch, with a progress bar."""
+    with tqdm(total=total, desc=extractor.name, unit="img", disable=None) as bar:
+        for images in batches:
+            yield extractor(images)
+            bar.update(len(images))
+
+
+def reference_statistics(
+    source: Source,
+    extractor: Extractor,
+    *,
+    num_images: int | None = None,  # the first so many; None: all
+    cache: bool = True,
+    root: str | Path | None = None,  # the cache folder
+) -> FeatureStatistics:
+    """Statistics of a data set (of latents: of their images), cached by (data fingerprint, extractor hash, n)."""
+    source = original_images(source, root)
+    n = len(source) if num_images is None else num_images
+    if not 2 <= n <= len(source):
+        raise ValueError(
+            f"evaluation.num_images: must be in 2 .. {len(source)} (the images of {source.name}), got {num_images}"
+        )
+    path = cache_dir(root) / "statistics" / _file_name(source, extractor, n)
+    found = _cached(path, source, extractor, n) if cache else None
+    if found is not None:
+        return found
+    statistics = collect_statistics(image_batches(source, 0, n), extractor, data=source.fingerprint, total=n)
+    if cache:
+        logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
+    return statistics
+
+
+def _file_name(source: Source, extractor: Extractor, n: int) -> str:
+    key = hashlib.sha256(f"{source.fingerprint} {extractor.hash} {n}".encode()).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]
+    return f"{readable}-n{n}-{key}.safetensors"
+
+
+def _cached(path: Path, source: Source, extractor: Extractor, n: int) -> FeatureStatistics | None:
+    """The cached statistics if they are intact and of exactly this; else None, with a warning."""
+    if not path.exists():
+        return None
+    try:
+        found = FeatureStatistics.load(path)
+    except ValueError as error:
+        logger.warning("%s; computing it again", error)
+        return None
+    if (found.data, found.extractor_hash, found.n) == (source.fingerprint, extractor.hash, n):
+        return found
+    logger.warning("%s: holds other statistics than its name says; computing them again", path)
+    return None
+
+
+def all_parts(own: Tensor) -> list[Tensor]:
+    """Every rank's (n, ...) tensor, in the order of ranks, on every rank; n may differ, the rest may not."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [own]
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counts = [int(part) for part in _all_gather(torch.tensor(len(own), device=device))]
+    padded = own.new_zeros((max(counts), *own.shape[1:]), device=device)
+    padded[: len(own)] = own
+    return [part[:count] for part, count in zip(_all_gather(padded), counts, strict=True)]
+
+
+def _all_gather(own: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return parts

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from scalelong.diffusion import Objective, draw_time_and_noise
 from scalelong.diffusion.objective import Network
-from scalelong.evaluation.generate import evaluating
 from scalelong.random import normal
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import coefficients
+from scalelong.training.run import evaluating
 
 SIGMAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 NOISES = 30  # "we randomly sample 30 Gaussian noises"

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,17 @@ from scalelong.backbones import UViT, uvit
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
 from scalelong.data.text import TextEncoder
-from scalelong.diffusion import DDPM, EDM, Objective
+from scalelong.diffusion import DDPM, EDM, Objective, resolve_sampling
 from scalelong.diffusion.process import LAST_TIME, TIME_SCALE, ContinuousVP, Process
-from scalelong.diffusion.sampling import sampler_in_use
 from scalelong.files import atomic_folder, write_text
 from scalelong.pipelines import pipeline, uvit_model
 from scalelong.pipelines.uvit_model import UViTModel
 from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
+from scalelong.runs import CONFIG
 from scalelong.skips import scaling_of
 from scalelong.training import TrainedRun
-from scalelong.training.exported import AUTOENCODER, CONFIG, DENOISER, INDEX, ExportedRun
+from scalelong.training.exported import AUTOENCODER, DENOISER, INDEX, ExportedRun
 
 Component = tuple[str, str]  # library or file, class
 
@@ -69,7 +69,7 @@ class Exported:
 
 def export_weights(run: TrainedRun, folder: str | Path) -> Path:
     """Write the weights for `scalelong.load` with their configuration and a model card; returns the folder."""
-    card = model_card(read_run(run.folder), run.step, run.weights, run.shape, run.sizes)
+    card = model_card(read_run(run.folder), run.step, run.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, folder)
     shutil.copy(run.folder / CONFIG, out / CONFIG)
     write_text(out / "README.md", card)
@@ -94,8 +94,9 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
         raise ValueError(f"out: {folder} already exists; choose another folder, or remove it")
     settings = run.config.sampling
     steps = settings.steps if sampler in ("", settings.sampler) else 0
-    sampler, steps = sampler_in_use(run.objective.process, sampler or settings.sampler or "dpm++2m", steps)
-    scheduler = scheduler_for(run.objective, sampler, settings.clip)
+    settings = replace(settings, sampler=sampler or settings.sampler or "dpm++2m", steps=steps)
+    settings = resolve_sampling(settings, run.objective.process)
+    scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
     card = pipeline_card(read_run(run.folder), run.step, run.weights)
     reason = _fold(run.model)
@@ -111,8 +112,10 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
             _write_index(stage, "DDPMPipeline", components, {})
         else:
             (stage / "pipeline.py").write_text(inspect.getsource(pipeline))
-            _write_index(stage, ["pipeline", "ScaleLongPipeline"], components, _options(run, steps, autoencoder))
-        exported = ExportedRun(run.step, run.weights, run.shape, not reason, run.data, run.sizes)
+            _write_index(
+                stage, ["pipeline", "ScaleLongPipeline"], components, _options(run, settings.steps, autoencoder)
+            )
+        exported = ExportedRun(run.step, run.weights, run.shape, not reason, run.data, run.conditioning)
         exported.write(stage, run.config)
         (stage / "README.md").write_text(card)
     return Exported(folder, plain, reason)
@@ -127,7 +130,7 @@ def _is_plain(run: TrainedRun, components: Mapping[str, Component], scheduler: A
     alone = components.keys() == {"scheduler", DENOISER} and components[DENOISER] == ("diffusers", "UNet2DModel")
     clipped_ddim = isinstance(scheduler, diffusers.DDIMScheduler) and scheduler.config.clip_sample
     supported = scheduler.init_noise_sigma == 1.0 and not clipped_ddim and run.objective.process.name != "cosine"
-    return alone and supported and not run.sizes.num_classes
+    return alone and supported and not run.conditioning.num_classes
 
 
 def _fold(model: nn.Module) -> str:
@@ -171,9 +174,9 @@ def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | No
     parts: dict[str, tuple[str, Any]] = {}
     if autoencoder is not None:
         parts[AUTOENCODER] = ("diffusers", autoencoder.model)
-    if run.sizes.text_dim:
-        encoder = TextEncoder(run.config.condition.encoder, run.sizes.text_tokens, run.config.data.root)
-        if run.sizes.encoder and encoder.fingerprint != run.sizes.encoder:
+    if run.conditioning.text_dim:
+        encoder = TextEncoder(run.config.condition.encoder, run.conditioning.text_tokens, run.config.data.root)
+        if run.conditioning.encoder and encoder.fingerprint != run.conditioning.encoder:
             raise ValueError(
                 f"condition.encoder: the weights of {encoder.name} differ from those of the training; restore them"
             )
@@ -185,7 +188,7 @@ def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | No
 
 def _options(run: TrainedRun, steps: int, autoencoder: Autoencoder | None) -> dict[str, Any]:
     """The arguments of ScaleLongPipeline that are not components."""
-    sampling, sizes = run.config.sampling, run.sizes
+    sampling, sizes = run.config.sampling, run.conditioning
     options = {
         "num_classes": sizes.num_classes,
         "null_class": sizes.null_class,

@@ -1,7 +1,7 @@
-"""What runs wrote, compared and shown: tables, sentences, pictures and one HTML page."""
+"""Runs compared and shown: tables, sentences, charts and one HTML page. Reads run folders; no torch."""
 
 from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.html import write_report
-from scalelong.runs.reader import RunSeries, read_run, read_runs
+from scalelong.runs.reader import Run, read_run, read_runs
 
-__all__ = ["Comparison", "RunSeries", "compare_runs", "read_run", "read_runs", "write_report"]
+__all__ = ["Comparison", "Run", "compare_runs", "read_run", "read_runs", "write_report"]

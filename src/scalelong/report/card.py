@@ -1,34 +1,36 @@
-"""A model card: what a model was trained on, how, and how it was measured, from what the run wrote."""
+"""Model cards: what a model was trained on, how, and how good it is, from the records of its run."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from scalelong.runs.reader import Record, RunSeries
+from scalelong.runs import CONFIG
+from scalelong.runs.reader import Measurement, Run
 from scalelong.runs.settings import Conditioning, ConditionSettings
 
 
 def model_card(
-    run: RunSeries, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
+    run: Run, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning | None = None
 ) -> str:
-    """Markdown to lie beside the weights of this step, for images of this (channels, height, width)."""
+    """Markdown for the weights of this step, for images of this (channels, height, width)."""
     if sizes is None or sizes == Conditioning():
         return _card(run, step, weights, _LOADING.format(more="", arguments=shape))
-    told = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
-    given = ", ".join(f"{key}={value}" for key, value in told.items() if value and isinstance(value, int))
+    known = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
+    given = ", ".join(f"{key}={value}" for key, value in known.items() if value and isinstance(value, int))
     more = "\nfrom scalelong.runs.settings import Conditioning"
     return _card(run, step, weights, _LOADING.format(more=more, arguments=f"{shape}, Conditioning({given})"))
 
 
-def pipeline_card(run: RunSeries, step: int, weights: str) -> str:
-    """Markdown to lie in a folder that diffusers loads."""
+def pipeline_card(run: Run, step: int, weights: str) -> str:
+    """Markdown for a folder that diffusers loads."""
     return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
 
 
-def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
+def _card(run: Run, step: int, weights: str, loading: str) -> str:
     config = run.config
     scaling = ", ".join(f"{key} = {value}" for key, value in config.scaling.options().items() if key != "allow_amplify")
     prediction = config.diffusion.prediction or "the process's default target"
+    measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
     lines = [
         f"# {config.model.backbone} trained on {config.data.name}",
         "",
@@ -39,21 +41,18 @@ def _card(run: RunSeries, step: int, weights: str, loading: str) -> str:
         f"- **Diffusion**: {config.diffusion.process}, predicting {prediction}",
         f"- **Weights**: {'averaged (EMA)' if weights == 'ema' else 'as trained'}",
         f"- **Trained on**: {run.start[-1].get('device', 'unknown') if run.start else 'unknown'}",
-        "",
-        "## Quality",
-        "",
+        *("", "## Quality", ""),
+        *(map(_quality, measured) if measured else ["Not measured at this step."]),
+        *("", "## How to load", "", "```python", loading, "```", ""),
     ]
-    measured = [r for r in run.evaluation if r["step"] == step and r.get("weights", "ema") == weights]
-    lines += [_quality(record) for record in measured] or ["Not measured at this step."]
-    lines += ["", "## How to load", "", "```python", loading, "```", ""]
     return "\n".join(lines)
 
 
-_LOADING = """import scalelong
+_LOADING = f"""import scalelong
 from scalelong.training import from_yaml
-from scalelong.training.build import build_model{more}
+from scalelong.training.build import build_model{{more}}
 
-model = build_model(from_yaml("config.yaml"), {arguments})
+model = build_model(from_yaml("{CONFIG}"), {{arguments}})
 scalelong.load(model, ".")"""
 
 
@@ -68,14 +67,14 @@ def _condition(settings: ConditionSettings) -> str:
     return what if settings.kind == "none" else f"{what}; left out of {settings.drop:.0%} of the samples"
 
 
-def _kappa(run: RunSeries, step: int) -> str:
+def _kappa(run: Run, step: int) -> str:
     values = next((record.get("kappa") for record in reversed(run.train) if record["step"] <= step), None)
     return f"; kappa_i, outermost first: {', '.join(f'{value:.3g}' for value in values)}" if values else ""
 
 
-def _quality(record: Record) -> str:
-    drawn = f"{record['n']:,} images of seed {record.get('sample_seed', '?')}"
-    how = f"{record.get('sampler', '?')} with {record.get('sampler_steps', '?')} steps in {record.get('precision', 'fp32')}"
-    if "guidance" in record:
-        how += f", guidance {record['guidance']:g}"
-    return f"- {record['metric']} = {record['value']:.3f} ({drawn}, {how}, extractor {record['extractor']})"
+def _quality(measurement: Measurement) -> str:
+    metric, how = measurement.metric, measurement.metric.sampling
+    images = f"{metric.n:,} images of seed {'?' if measurement.seed is None else measurement.seed}"
+    sampled = f"{how.sampler or '?'} with {how.steps or '?'} steps in {how.precision}"
+    guided = f", guidance {how.guidance:g}" if how.guidance != 1 else ""
+    return f"- {metric.name} = {measurement.value:.3f} ({images}, {sampled}{guided}, extractor {metric.extractor})"

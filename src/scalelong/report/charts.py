@@ -1,4 +1,4 @@
-"""The curves of the page as plain numbers; chart.js draws them."""
+"""The curves of the report as plain numbers; templates/chart.js draws them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import numpy as np
 
 from scalelong.report.compare import Comparison
 from scalelong.report.groups import Group
-from scalelong.report.quality import quality_series
-from scalelong.runs.reader import Column, RunSeries
-from scalelong.scaling.constant import constant_coefficients
+from scalelong.runs.reader import Column, Run
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
 Series = dict[str, Any]
+Read = Callable[[Run], Column]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One pair of axes; `variants` are series by block, where the reader chooses."""
+    """One pair of axes; `variants` are series by block, chosen by the reader."""
 
     id: str
     title: str
@@ -30,22 +29,21 @@ class Chart:
     series: list[Series]
     x_kind: str = "steps"  # steps, seconds, index
     log: bool = False
-    top: float | None = None  # where the frame ends, if the curves begin above it
+    top: float | None = None  # upper limit of the y axis, if the curves begin above it
     variants: dict[str, list[Series]] | None = None
     chosen: str = ""  # the variant shown first
-    names: list[str] | None = None  # what the whole numbers on the x axis stand for
+    names: list[str] | None = None  # tick labels of the x axis
     dots: bool = False
     from_zero: bool = False
 
     @property
-    def drawn(self) -> bool:
-        """Whether there is anything to draw."""
+    def has_data(self) -> bool:
         everything = [*self.series, *(s for variant in (self.variants or {}).values() for s in variant)]
         return any(series["y"] for series in everything)
 
 
 def make_charts(comparison: Comparison) -> dict[str, Chart]:
-    """Every chart that has data, by its id."""
+    """Every chart that has data, by id."""
     blocks = max((len(run.blocks) for run in comparison.runs), default=0)
     curves = len(comparison.runs) * (2 * blocks + 8)
     limit = max(40, min(500, POINTS_IN_ALL // (2 * curves)))
@@ -56,45 +54,31 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
         _coefficient_chart(comparison),
         _throughput_chart(comparison, limit),
     ]
-    return {chart.id: chart for chart in charts if chart.drawn}
+    return {chart.id: chart for chart in charts if chart.has_data}
 
 
 def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
-    smoothed, raw = comparison.smoothed_loss, lambda run: run.column("train", "loss")
-    make = [
-        [_curve(i, group, smoothed, limit, in_seconds, raw) for i, group in enumerate(comparison.groups)]
-        for in_seconds in (False, True)
-    ]
-    log, top = _frame([value for series in make[0] for value in series["y"]])
-    shared: dict[str, Any] = {"y_label": "loss", "log": log, "top": top}
+    def recorded(run: Run) -> Column:
+        return run.column("train", "loss")
+
+    steps, seconds = (
+        _curves(comparison, comparison.smoothed_loss, limit, in_seconds, recorded) for in_seconds in (False, True)
+    )
+    log, top = _y_axis([value for series in steps for value in series["y"]])
     return [
-        Chart("loss-steps", "Loss against steps", "step", series=make[0], **shared),
-        Chart("loss-time", "Loss against time", "training time", series=make[1], x_kind="seconds", **shared),
+        Chart("loss-steps", "Loss against steps", "step", "loss", steps, log=log, top=top),
+        Chart("loss-time", "Loss against time", "training time", "loss", seconds, "seconds", log=log, top=top),
     ]
 
 
 def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
     charts = []
-    for number, metric in enumerate(comparison.metrics if comparison.same_data else ()):
-        for in_seconds in (False, True):
-            series = [
-                _curve(i, group, lambda run, m=metric: quality_series(run, m), limit, in_seconds)  # type: ignore[misc]
-                for i, group in enumerate(comparison.groups)
-            ]
-            if sum(len(one["y"]) for one in series) < 2:
-                continue  # a single point needs no axes
-            what = ("time", "training time", "seconds") if in_seconds else ("steps", "step", "steps")
-            charts.append(
-                Chart(
-                    f"quality-{number}-{what[0]}",
-                    f"{metric.name} against {what[0]}",
-                    what[1],
-                    comparison.protocol(metric),
-                    series,
-                    what[2],
-                    dots=True,
-                )
-            )
+    for i, metric in enumerate(comparison.metrics if comparison.same_data else ()):
+        for what, x_label, kind in (("steps", "step", "steps"), ("time", "training time", "seconds")):
+            series = _curves(comparison, lambda run, m=metric: run.quality(m), limit, kind == "seconds")  # type: ignore[misc]
+            if sum(len(one["y"]) for one in series) > 1:
+                title, y_label = f"{metric.name} against {what}", comparison.protocol(metric)
+                charts.append(Chart(f"quality-{i}-{what}", title, x_label, y_label, series, kind, dots=True))
     return charts
 
 
@@ -104,10 +88,7 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     charts = []
     for what, title in (("norm", "Feature norm"), ("gradient", "Gradient norm")):
         variants = {
-            block: [
-                _curve(i, group, lambda run, k=f"{what}/{block}": run.column("probe", k), limit)  # type: ignore[misc]
-                for i, group in enumerate(comparison.groups)
-            ]
+            block: _curves(comparison, lambda run, key=f"{what}/{block}": run.column("probe", key), limit)  # type: ignore[misc]
             for block in blocks
         }
         values = [v for series in variants.get(middle, []) for v in series["y"] if v > 0]
@@ -116,77 +97,62 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
         charts.append(Chart(f"{what}-steps", title, "step", label, [], log=log, variants=variants, chosen=middle))
     for what, title in (("norm", "Feature oscillation by block"), ("gradient", "Gradient oscillation by block")):
         series = [_by_block(i, group, blocks, what, comparison.horizon) for i, group in enumerate(comparison.groups)]
-        label = "relative oscillation"
-        charts.append(
-            Chart(f"{what}-blocks", title, "block", label, series, "index", names=blocks, dots=True, from_zero=True)
-        )
+        index = {"x_kind": "index", "names": blocks, "dots": True, "from_zero": True}
+        charts.append(Chart(f"{what}-blocks", title, "block", "relative oscillation", series, **index))  # type: ignore[arg-type]
     return charts
 
 
 def _coefficient_chart(comparison: Comparison) -> Chart:
-    series = []
-    for i, group in enumerate(comparison.groups):
-        values = group.coefficients()
-        series.append(_points(i, range(1, len(values) + 1), values))
-    learned = [g for g in comparison.groups if g.method == "ls" and g.coefficients()]
+    values = [group.coefficients() for group in comparison.groups]
+    series = [_points(i, range(1, len(own) + 1), own) for i, own in enumerate(values)]
+    learned = next((g for g in comparison.groups if g.method == "ls" and g.coefficients()), None)
     if learned and not any(group.method == "cs" for group in comparison.groups):
-        kappa = float(learned[0].config.scaling.kappa)
-        reference = constant_coefficients(len(learned[0].coefficients()), kappa)
-        series.append({**_points(-1, range(1, len(reference) + 1), reference), "label": f"cs {kappa:g} (not run)"})
-    return Chart(
-        "kappa",
-        "Coefficient of each skip",
-        "skip i (1 = outermost)",
-        "kappa",
-        series,
-        "index",
-        dots=True,
-        from_zero=True,
-    )
+        kappa, skips = learned.config.scaling.kappa, range(1, len(learned.coefficients()) + 1)
+        constant = _points(-1, skips, [kappa ** (i - 1) for i in skips])  # CS, Eq. 8
+        series.append({**constant, "label": f"cs {kappa:g} (not run)"})
+    labels = ("Coefficient of each skip", "skip i (1 = outermost)", "kappa")
+    return Chart("kappa", *labels, series, "index", dots=True, from_zero=True)
 
 
 def _throughput_chart(comparison: Comparison, limit: int) -> Chart:
-    series = [
-        _curve(i, group, lambda run: run.column("train", "images_per_second"), limit)
-        for i, group in enumerate(comparison.groups)
-    ]
+    series = _curves(comparison, lambda run: run.column("train", "images_per_second"), limit)
     return Chart("throughput", "Images per second", "step", "images/s", series)
 
 
 # ------------------------------------------------------------------------------------------------- from runs to a curve
 
 
-def _curve(
-    index: int,
-    group: Group,
-    read: Callable[[RunSeries], Column],
-    limit: int,
-    in_seconds: bool = False,
-    raw: Callable[[RunSeries], Column] | None = None,
-) -> Series:
-    """One method's curve: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
+def _curves(
+    comparison: Comparison, read: Read, limit: int, in_seconds: bool = False, raw: Read | None = None
+) -> list[Series]:
+    """A curve for each method: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
+    return [_curve(i, group, read, limit, in_seconds, raw) for i, group in enumerate(comparison.groups)]
+
+
+def _curve(index: int, group: Group, read: Read, limit: int, in_seconds: bool, raw: Read | None) -> Series:
     runs = [(run, *read(run)) for run in group.runs]
     runs = [(run, steps, values) for run, steps, values in runs if steps]
     if not runs:
         return _points(index, [], [])
     if len(runs) > 1:
         return _mean_curve(index, runs, limit, in_seconds)
-    run, steps, values = runs[0]
-    kept = thinned(values, limit)
-    xs: Sequence[float] = run.seconds_at(steps) if in_seconds else steps
-    series = _points(index, [xs[i] for i in kept], [values[i] for i in kept])
+    run, *column = runs[0]
+    series = _points(index, *_thinned_column(run, column, limit, in_seconds))  # type: ignore[arg-type]
     if raw is not None:
-        raw_steps, raw_values = raw(run)
-        raw_xs: Sequence[float] = run.seconds_at(raw_steps) if in_seconds else raw_steps
-        kept = thinned(raw_values, limit)
-        series |= {"rawX": _rounded([raw_xs[i] for i in kept]), "rawY": _rounded([raw_values[i] for i in kept])}
+        xs, ys = _thinned_column(run, raw(run), limit, in_seconds)
+        series |= {"rawX": _rounded(xs), "rawY": _rounded(ys)}
     return series
 
 
-def _mean_curve(
-    index: int, runs: Sequence[tuple[RunSeries, list[int], list[float]]], limit: int, in_seconds: bool
-) -> Series:
-    """Mean and sd over runs at the steps of the first that all of them cover."""
+def _thinned_column(run: Run, column: Column, limit: int, in_seconds: bool) -> tuple[list[float], list[float]]:
+    steps, values = column
+    xs: Sequence[float] = run.seconds_at(steps) if in_seconds else steps
+    kept = thinned(values, limit)
+    return [xs[i] for i in kept], [values[i] for i in kept]
+
+
+def _mean_curve(index: int, runs: Sequence[tuple[Run, list[int], list[float]]], limit: int, in_seconds: bool) -> Series:
+    """Mean and sd over runs at the steps of the first run that all of them cover."""
     low, high = max(steps[0] for _, steps, _ in runs), min(steps[-1] for _, steps, _ in runs)
     grid = [step for step in runs[0][1] if low <= step <= high]
     if not grid:
@@ -209,7 +175,7 @@ def _by_block(index: int, group: Group, blocks: Sequence[str], what: str, upto: 
 
 
 def thinned(values: Sequence[float], limit: int) -> list[int]:
-    """Indices that keep a curve's shape: the lowest and highest of each of limit / 2 stretches, and both ends."""
+    """Indices that keep a curve's shape: the lowest and highest of limit / 2 intervals, and both ends."""
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -227,8 +193,8 @@ def _rounded(values: Any) -> list[float]:
     return [float(f"{value:.5g}") if abs(value) < 99_999 else round(float(value)) for value in values]
 
 
-def _frame(values: list[float]) -> tuple[bool, float | None]:
-    """Whether to draw logarithmically, and where to cut off a high beginning."""
+def _y_axis(values: list[float]) -> tuple[bool, float | None]:
+    """Whether the axis is logarithmic, and an upper limit that cuts off a high beginning."""
     if not values or min(values) <= 0:
         return False, None
     lowest, usual, highest = min(values), float(np.quantile(values, 0.85)), max(values)

@@ -1,15 +1,15 @@
-"""Several runs side by side: what each method reaches, and how soon it gets to a given loss or quality."""
+"""Runs side by side: what each method reaches, and how many steps and seconds it needs to a given loss or quality."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from scalelong.report.groups import Group, baseline, group_runs
-from scalelong.report.quality import Metric, headings, metrics_of, protocols, quality_series
-from scalelong.report.statistics import (
+from scalelong.errors import unknown_name
+from scalelong.report.groups import Group, baseline, group_runs, headings, metrics_of, protocols
+from scalelong.report.numbers import (
     Difference,
     Estimate,
     estimate,
@@ -19,22 +19,25 @@ from scalelong.report.statistics import (
     running_mean,
     unpaired_difference,
 )
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Column, Metric, Run
 
-MEASURES = {  # name -> how it is headed
-    "final_loss": "final loss",
-    "feature_oscillation": "feature oscillation",
-    "gradient_oscillation": "gradient oscillation",
-    "gradient_spread": "gradient-norm spread",
-    "images_per_second": "images/s",
-    "seconds": "training time",
+MEASURES: dict[str, tuple[str, Callable[[Run, int], float]]] = {  # name -> heading, and value up to a step
+    "final_loss": ("final loss", lambda run, upto: run.final_loss(upto)),
+    "feature_oscillation": ("feature oscillation", lambda run, upto: run.oscillation(upto=upto)),
+    "gradient_oscillation": ("gradient oscillation", lambda run, upto: run.oscillation(upto=upto, what="gradient")),
+    "gradient_spread": ("gradient-norm spread", lambda run, upto: run.gradient_spread(upto)),
+    "images_per_second": ("images/s", lambda run, upto: run.throughput(upto)),
+    "seconds": ("training time", lambda run, upto: run.seconds_at([upto])[0]),
 }
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When the runs of one method came to the target: over the seeds that did. Where only evaluations tell, they came
-    after the one before, whose mean step and time are `after_steps` and `after_seconds`; nan where the curve is dense."""
+    """When the runs of one method reached the target, over the seeds that did.
+
+    Between evaluations it is only known to be after the previous one, at `after_steps` and `after_seconds` (means); these
+    are nan for the dense loss curve.
+    """
 
     group: Group
     steps: Estimate
@@ -53,7 +56,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Pair:
-    """How much sooner `first` arrives than `second`."""
+    """How much sooner `first` reaches the target than `second`."""
 
     first: Arrivals
     second: Arrivals
@@ -64,46 +67,46 @@ class Pair:
 
     @property
     def steps_resolved(self) -> bool:
-        """Whether the evaluations tell who needs fewer steps: what lies between two of them is not known."""
+        """False if the intervals between evaluations overlap, so that either may need fewer steps."""
         a, b = self.first, self.second
         return not (a.after_steps < b.steps.mean and b.after_steps < a.steps.mean)
 
     @property
     def seconds_resolved(self) -> bool:
-        """Whether the evaluations tell who needs less time."""
+        """As `steps_resolved`, for time."""
         a, b = self.first, self.second
         return not (a.after_seconds < b.seconds.mean and b.after_seconds < a.seconds.mean)
 
     @property
     def in_steps(self) -> float:
-        """second's steps over first's; nan unless every seed arrives and the order is resolved."""
+        """second's steps over first's; nan unless every seed reached the target and the order is resolved."""
         known = self.all_reached and self.steps_resolved
         return ratio(self.second.steps.mean, self.first.steps.mean) if known else math.nan
 
     @property
     def in_seconds(self) -> float:
-        """second's time over first's; nan unless every seed arrives and the order is resolved."""
+        """As `in_steps`, for time."""
         known = self.all_reached and self.seconds_resolved
         return ratio(self.second.seconds.mean, self.first.seconds.mean) if known else math.nan
 
 
 @dataclass(frozen=True)
 class Race:
-    """Who comes to `target` when."""
+    """When each method reaches `target`."""
 
     what: str
     target: float
     arrivals: tuple[Arrivals, ...]
     protocol: str  # how it was measured
-    asked: bool = False  # whether the reader gave the target
+    asked: bool = False  # True if the user gave the target
 
     @property
     def sparse(self) -> bool:
-        """Whether arrivals are known only to lie between two evaluations."""
+        """True if arrivals are only known to lie between two evaluations."""
         return any(math.isfinite(arrivals.after_steps) for arrivals in self.arrivals)
 
     def pairs(self) -> list[Pair]:
-        """Every pair, the later method against the earlier one, so that the untouched network is the yardstick."""
+        """Every pair, the later method against the earlier one, so that the unscaled network is the reference."""
         return [Pair(later, earlier) for earlier, later in combinations(self.arrivals, 2)]
 
 
@@ -116,7 +119,7 @@ class Comparison:
     window: int
     same_data: bool
     same_loss: bool
-    same_probes: bool  # whether oscillations compare
+    same_probes: bool  # False if oscillations do not compare
     metrics: tuple[Metric, ...]
 
     @property
@@ -124,42 +127,51 @@ class Comparison:
         return baseline(self.groups)
 
     @property
-    def runs(self) -> list[RunSeries]:
+    def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
-    def per_seed(self, group: Group, measure: str) -> list[float]:
-        """The measure of each run of a group."""
-        return [_measured(run, measure, self.horizon) for run in group.runs]
+    def per_seed(self, group: Group, measure: str | Metric) -> list[float]:
+        """A measure of each run of a group; a metric is taken at the step where it is compared."""
+        if isinstance(measure, Metric):
+            step = self.quality_step(measure)
+            series = [dict(zip(*run.quality(measure), strict=True)) for run in group.runs]
+            return [math.nan if step is None else values.get(step, math.nan) for values in series]
+        if measure not in MEASURES:
+            raise unknown_name("measure", measure, MEASURES)
+        _, value = MEASURES[measure]
+        return [value(run, self.horizon) for run in group.runs]
 
-    def measure(self, group: Group, measure: str) -> Estimate:
-        """The measure over the seeds of a group."""
+    def measure(self, group: Group, measure: str | Metric) -> Estimate:
+        """A measure or metric over the seeds of a group."""
         return estimate(self.per_seed(group, measure))
 
-    def smoothed_loss(self, run: RunSeries, upto: int | None = None) -> tuple[list[int], list[float]]:
-        """The running mean of the loss over the last `window` steps."""
+    def smoothed_loss(self, run: Run, upto: int | None = None) -> Column:
+        """Running mean of the loss over the last `window` steps."""
         steps, losses = run.column("train", "loss", upto)
         return steps, running_mean(steps, losses, self.window)
 
-    def ranking(self, measure: str, largest_first: bool = False) -> list[Group]:
-        """The groups that have the measure, best mean first."""
+    def ranking(self, measure: str) -> list[Group]:
+        """The groups that have the measure, lowest mean first."""
         known = [group for group in self.groups if math.isfinite(self.measure(group, measure).mean)]
-        return sorted(known, key=lambda group: self.measure(group, measure).mean, reverse=largest_first)
+        return sorted(known, key=lambda group: self.measure(group, measure).mean)
 
-    def difference(self, group: Group, other: Group, measure: str) -> Difference:
-        """group - other over seeds, paired where both have the same seeds; without an error for single seeds."""
-        return _difference(group, other, self.per_seed(group, measure), self.per_seed(other, measure))
+    def difference(self, group: Group, other: Group, measure: str | Metric) -> Difference:
+        """group - other over seeds, paired where both have the same seeds; without an error for single seeds.
 
-    def quality_difference(self, group: Group, other: Group, metric: Metric) -> Difference:
-        """group - other of a metric at the step where it is compared."""
-        return _difference(group, other, self.quality_per_seed(group, metric), self.quality_per_seed(other, metric))
+        The final losses of two single runs are compared over their last records.
+        """
+        if measure == "final_loss" and len(group.runs) == len(other.runs) == 1:
+            (steps_a, a), (steps_b, b) = (g.runs[0].final_losses(self.horizon) for g in (group, other))
+            paired = group.seeds == other.seeds and steps_a == steps_b
+        else:
+            a, b = self.per_seed(group, measure), self.per_seed(other, measure)
+            paired = group.seeds == other.seeds
+        return paired_difference(a, b) if paired else unpaired_difference(a, b)
 
-    def loss_difference(self, group: Group, other: Group) -> Difference:
-        """Of the final losses: over the last records of two single runs, else over seeds, as any other measure."""
-        if len(group.runs) > 1 or len(other.runs) > 1:
-            return self.difference(group, other, "final_loss")
-        (steps_a, a), (steps_b, b) = (g.runs[0].final_losses(self.horizon) for g in (group, other))
-        same_order = group.seeds[0] == other.seeds[0] and steps_a == steps_b
-        return paired_difference(a, b) if same_order else unpaired_difference(a, b)
+    def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
+        """The race to a loss and those to a value of each metric, as far as they compare."""
+        metrics = [self.metric_race(metric, metric_value) for metric in self.metrics]
+        return [race for race in (self.loss_race(loss), *metrics) if race is not None]
 
     def loss_race(self, target: float | None = None) -> Race | None:
         """Steps and seconds to a loss; by default the worst final one, which all reach. None if losses do not compare."""
@@ -172,17 +184,18 @@ class Comparison:
             _arrivals(group, [first_at_most(*curve, goal, after=self.window) for curve in own])
             for group, own in zip(self.groups, curves, strict=True)
         ]
-        protocol = f"running mean over {self.window:,} steps"
-        return Race("loss", goal, tuple(arrivals), protocol, target is not None)
+        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window:,} steps", target is not None)
 
     def metric_race(self, metric: Metric, target: float | None = None) -> Race | None:
-        """Steps and seconds to a value of a metric; by default the worst last one. Methods without a measurement do not take
-        part; None if it does not compare."""
+        """Steps and seconds to a value of a metric; by default the worst last one. None if it does not compare.
+
+        Methods without a measurement do not take part.
+        """
         measured = [group for group in self.groups if self.last_qualities(group, metric)]
         if not self.same_data or not measured:
             return None
-        curves = [[quality_series(run, metric) for run in group.runs] for group in measured]
-        if target is None and all(len(steps) < 2 for curve in curves for steps, *_ in curve):
+        curves = [[run.quality(metric) for run in group.runs] for group in measured]
+        if target is None and all(len(steps) < 2 for curve in curves for steps, _ in curve):
             return None  # measured once: when it was reached is not known
         goal = max(values[-1] for group in curves for _, values in group if values) if target is None else target
         arrivals = [
@@ -192,7 +205,7 @@ class Comparison:
         return Race(metric.name, goal, tuple(arrivals), self.protocol(metric), target is not None)
 
     def heading(self, metric: Metric) -> str:
-        """What a metric is called among the others."""
+        """Name of a metric among the others."""
         return headings(self.metrics)[metric]
 
     def protocol(self, metric: Metric) -> str:
@@ -201,27 +214,27 @@ class Comparison:
 
     def quality_step(self, metric: Metric) -> int | None:
         """The last step at which every run that has this metric was evaluated; None if they share none."""
-        evaluated = [set(steps) for run in self.runs if (steps := quality_series(run, metric)[0])]
+        evaluated = [set(steps) for run in self.runs if (steps := run.quality(metric)[0])]
         return max(set.intersection(*evaluated), default=None) if evaluated else None
-
-    def quality(self, group: Group, metric: Metric) -> Estimate:
-        """A metric over the seeds of a group, at the step where it is compared."""
-        return estimate(self.quality_per_seed(group, metric))
-
-    def quality_per_seed(self, group: Group, metric: Metric) -> list[float]:
-        """A metric of each run at the step where it is compared, nan where it was not measured or there is no such step."""
-        step = self.quality_step(metric)
-        series = [dict(zip(*quality_series(run, metric), strict=True)) for run in group.runs]
-        return [math.nan if step is None else values.get(step, math.nan) for values in series]
 
     def last_qualities(self, group: Group, metric: Metric) -> list[tuple[int, float]]:
         """Step and value of the last evaluation of each run that has this metric."""
-        series = [quality_series(run, metric) for run in group.runs]
+        series = [run.quality(metric) for run in group.runs]
         return [(steps[-1], values[-1]) for steps, values in series if steps]
 
 
-def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
-    """Group the runs and fix what they are compared over."""
+def compare_runs(runs: Sequence[Run]) -> Comparison:
+    """Group runs by configuration and find out what can be compared.
+
+    >>> from pathlib import Path
+    >>> from scalelong.runs.reader import read_run
+    >>> from scalelong.runs.settings import RunConfig, to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
+    >>> comparison = compare_runs([read_run(".")])
+    >>> comparison.measure(comparison.baseline, "final_loss").mean
+    0.5
+    """
     if not runs:
         raise ValueError("runs: none given; name the folders that training wrote")
     horizon = min(run.last_step for run in runs)
@@ -238,37 +251,16 @@ def compare_runs(runs: Sequence[RunSeries]) -> Comparison:
     )
 
 
-def _same_data(run: RunSeries, other: RunSeries) -> bool:
-    """By the fingerprints where both recorded one, else by what the data are called."""
+def _same_data(run: Run, other: Run) -> bool:
+    """By fingerprint where both recorded one, else by name."""
     if run.data and other.data:
         return run.data == other.data
     a, b = run.config.data, other.config.data
     return (a.name, a.split, a.image_size) == (b.name, b.split, b.image_size)
 
 
-def _difference(group: Group, other: Group, a: list[float], b: list[float]) -> Difference:
-    return paired_difference(a, b) if group.seeds == other.seeds else unpaired_difference(a, b)
-
-
-def _measured(run: RunSeries, measure: str, upto: int) -> float:
-    match measure:
-        case "final_loss":
-            return run.final_loss(upto)
-        case "feature_oscillation":
-            return run.oscillation(upto=upto)
-        case "gradient_oscillation":
-            return run.oscillation(upto=upto, what="gradient")
-        case "gradient_spread":
-            return run.gradient_spread(upto)
-        case "images_per_second":
-            return run.throughput(upto)
-        case "seconds":
-            return run.seconds_at([upto])[0]
-    raise ValueError(f"measure: unknown {measure!r}; one of {', '.join(MEASURES)}")
-
-
 def _arrivals(group: Group, steps: Sequence[int | None], evaluated: Sequence[Sequence[int]] = ()) -> Arrivals:
-    """From the step of each run, None where it did not arrive, and the steps it was evaluated at where these are sparse."""
+    """From the step of each run, None where it did not arrive, and the steps of its evaluations where these are sparse."""
     arrived = [(run, step) for run, step in zip(group.runs, steps, strict=True) if step is not None]
     by = estimate([step for _, step in arrived]), estimate([run.seconds_at([step])[0] for run, step in arrived])
     if not evaluated:

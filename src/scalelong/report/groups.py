@@ -1,24 +1,25 @@
-"""Runs that differ only in their seed belong together: one method, measured several times on the same data."""
+"""Runs grouped by configuration, one group per method with its seeds, and metrics grouped by how they were measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from scalelong.report.numbers import shortened
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, dotted
 
-SEED = "training.seed"
+NOT_COMPARED = MAY_CHANGE | {"training.seed"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A method: the runs of one configuration, one per seed."""
+    """The runs of one configuration, one per seed."""
 
     label: str
-    runs: tuple[RunSeries, ...]
+    runs: tuple[Run, ...]
 
     @property
     def seeds(self) -> list[int]:
@@ -33,27 +34,26 @@ class Group:
         return self.config.scaling.method
 
     def coefficients(self) -> list[float]:
-        """kappa_i at the end, averaged over the seeds that recorded them."""
+        """Last recorded kappa_i, averaged over the seeds that have them."""
         recorded = [values for run in self.runs if (values := run.coefficients())]
         alike = [values for values in recorded if len(values) == len(recorded[0])]
         return [sum(column) / len(column) for column in zip(*alike, strict=True)]
 
 
 def settings_in_use(config: RunConfig) -> dict[str, Any]:
-    """Every setting that has an effect: options that the scaling's method does not take are left out."""
+    """Settings by dotted key, without the options that the scaling method does not take."""
     taken = {"scaling.method", *(f"scaling.{name}" for name in config.scaling.options())}
     return {key: value for key, value in dotted(config).items() if not key.startswith("scaling.") or key in taken}
 
 
-def group_runs(runs: Iterable[RunSeries]) -> list[Group]:
-    """The runs by configuration, the untouched network (none) first, with labels that tell them apart."""
-    together: dict[frozenset[tuple[str, Any]], list[RunSeries]] = {}
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Group runs that differ only in their seed; the unscaled network (none) first, labels distinct."""
+    together: dict[frozenset[tuple[str, Any]], list[Run]] = {}
     for run in runs:
-        settings = settings_in_use(run.config)
-        key = frozenset((k, v) for k, v in settings.items() if k != SEED and k not in MAY_CHANGE)
+        key = frozenset((k, v) for k, v in settings_in_use(run.config).items() if k not in NOT_COMPARED)
         together.setdefault(key, []).append(run)
-    apart = [part for whole in together.values() for part in _by_data(whole)]
-    parts = sorted(apart, key=lambda part: part[0].config.scaling.method != "none")
+    parts = [part for whole in together.values() for part in _by_data(whole)]
+    parts.sort(key=lambda part: part[0].config.scaling.method != "none")
     labels = _labels([part[0] for part in parts])
     return [
         Group(label, tuple(sorted(part, key=lambda run: run.seed))) for label, part in zip(labels, parts, strict=True)
@@ -61,38 +61,36 @@ def group_runs(runs: Iterable[RunSeries]) -> list[Group]:
 
 
 def baseline(groups: Sequence[Group]) -> Group:
-    """What the others are compared with: the untouched network, or the first."""
+    """What the others are compared with: the unscaled network, or the first."""
     return next((group for group in groups if group.method == "none"), groups[0])
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
-    """The settings that are not the same everywhere: key -> one value per configuration, None where it has no effect."""
+    """Settings that differ: key -> one value per configuration, None where the method does not take it."""
     used = [settings_in_use(config) for config in configs]
-    keys = list(dict.fromkeys(key for settings in used for key in dotted(configs[0]) if key in settings))
+    keys = [key for key in dotted(configs[0]) if key not in NOT_COMPARED and any(key in settings for settings in used)]
     rows = {key: [settings.get(key) for settings in used] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def _labels(representatives: Sequence[RunSeries]) -> list[str]:
-    """The method's name, with the settings that set apart those of equal name."""
-    labels = [run.label for run in representatives]
+def _labels(representatives: Sequence[Run]) -> list[str]:
+    """The method's name, and for equal names the settings that differ."""
     result = []
-    for run, label in zip(representatives, labels, strict=True):
-        namesakes = [other for other in representatives if other.label == label]
+    for run in representatives:
+        namesakes = [other for other in representatives if other.label == run.label]
         if len(namesakes) == 1:
-            result.append(label)
+            result.append(run.label)
             continue
         own = dotted(run.config)
-        differing = differing_settings([other.config for other in namesakes])
-        told = [_short(key, own[key]) for key in differing if key != SEED and key not in MAY_CHANGE]
+        parts = [_short(key, own[key]) for key in differing_settings([other.config for other in namesakes])]
         data = shortened(other.data for other in namesakes if other.data)
-        told += [f"data={data.get(run.data, 'unknown')}"] * (len(data) > 1)
-        result.append(f"{label} ({', '.join(told)})")
+        parts += [f"data={data.get(run.data, 'unknown')}"] * (len(data) > 1)
+        result.append(f"{run.label} ({', '.join(parts)})")
     return result
 
 
-def _by_data(runs: list[RunSeries]) -> list[list[RunSeries]]:
-    """The runs by fingerprint where they recorded several, else all together."""
+def _by_data(runs: list[Run]) -> list[list[Run]]:
+    """The runs by data fingerprint where they recorded several, else all together."""
     if len({run.data for run in runs if run.data}) < 2:
         return [runs]
     return [[run for run in runs if run.data == data] for data in dict.fromkeys(run.data for run in runs)]
@@ -100,3 +98,54 @@ def _by_data(runs: list[RunSeries]) -> list[list[RunSeries]]:
 
 def _short(key: str, value: Any) -> str:
     return f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+# --------------------------------------------------------------------------------------------------------------- metrics
+
+
+def metrics_of(runs: Iterable[Run]) -> list[Metric]:
+    """Every metric that some run recorded, the one of most images first."""
+    found = {measurement.metric for run in runs for measurement in run.evaluations}
+    return sorted(found, key=lambda metric: (-metric.n, metric.name, astuple(metric)))
+
+
+def protocols(metrics: Sequence[Metric]) -> dict[Metric, str]:
+    """How each was measured, for example: 10,000 images, dpm++2m 50 steps, inception.
+
+    Reference, clipping and guidance interval are named only where nothing else tells two metrics apart.
+    """
+    short = shortened(metric.reference for metric in metrics)
+    details: list[tuple[Any, Callable[[Metric], str]]] = [
+        (lambda m: m.reference, lambda m: f"reference {short[m.reference] or 'not recorded'}"),
+        (lambda m: m.sampling.clip, lambda m: "clipped" if m.sampling.clip else "not clipped"),
+        (
+            lambda m: m.sampling.guidance_interval,
+            lambda m: "guided in {:g} to {:g}".format(*m.sampling.guidance_interval),
+        ),
+    ]
+    result = {}
+    for metric in metrics:
+        alike = [other for other in metrics if (other.name, _protocol(other)) == (metric.name, _protocol(metric))]
+        extra = [text(metric) for value, text in details if len({value(other) for other in alike}) > 1]
+        result[metric] = ", ".join([_protocol(metric), *extra])
+    return result
+
+
+def headings(metrics: Sequence[Metric]) -> dict[Metric, str]:
+    """The name and number of images of each, or its whole protocol where others would be called the same."""
+    short = {metric: f"{metric.name} of {metric.n:,} images" for metric in metrics}
+    called, protocol = Counter(short.values()), protocols(metrics)
+    return {m: name if called[name] == 1 else f"{m.name} ({protocol[m]})" for m, name in short.items()}
+
+
+def _protocol(metric: Metric) -> str:
+    how = metric.sampling
+    parts = [
+        f"{metric.n:,} images",
+        f"{how.sampler} {how.steps} steps" if how.sampler and how.steps else how.sampler,
+        f"guidance {how.guidance:g}" if how.guidance != 1 else "",
+        how.precision if how.precision != "fp32" else "",
+        {"ema": "", "model": "weights as trained"}.get(metric.weights, f"weights {metric.weights}"),
+        "" if metric.extractor in metric.name else metric.extractor,
+    ]
+    return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""What a reader must know before trusting a comparison: damage, gaps, and what cannot be compared."""
+"""Caveats of a comparison: damaged records, gaps, and what cannot be compared."""
 
 from __future__ import annotations
 
@@ -9,109 +9,106 @@ from itertools import pairwise
 
 from scalelong.report.compare import Comparison
 from scalelong.report.numbers import count, joined, shortened
-from scalelong.report.quality import Metric
-from scalelong.runs.reader import RunSeries
+from scalelong.runs import METRICS
+from scalelong.runs.reader import Metric, Run
 
 
 def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
-    """One sentence for each thing to know; none if all is well."""
-    told = [f"Left out: {why}." for why in refused]
-    told += comparability(comparison)
+    """One sentence for each caveat."""
+    found = [f"Left out: {why}." for why in refused]
+    found += _about_comparability(comparison)
     for run in comparison.runs:
-        told += _about_run(run)
-    told += _about_all(comparison)
-    return told
+        found += _about_run(run)
+    return found + _about_all(comparison)
 
 
-def comparability(comparison: Comparison) -> list[str]:
-    """Which numbers do not compare, and why."""
-    told = []
+def _about_comparability(comparison: Comparison) -> list[str]:
+    found = []
     if not comparison.same_data:
-        told.append(
+        found.append(
             f"The runs were trained on different data ({joined(_data_names(comparison.runs))}): losses, oscillations and "
-            "quality cannot be compared between them, so none of them is ranked and the quality is not drawn."
+            "quality cannot be compared between them, so none of them is ranked and the quality is not plotted."
         )
     elif not comparison.same_loss:
         kinds = sorted({_objective_name(run) for run in comparison.runs})
-        told.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
+        found.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(comparison.metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in comparison.metrics]
-        told.append(
-            f"Quality was measured in {len(comparison.metrics)} ways that do not compare with each other: {joined(kinds)}."
-        )
-    return told
+        found.append(f"Quality was measured in {len(kinds)} ways that do not compare with each other: {joined(kinds)}.")
+    return found
 
 
-def _about_run(run: RunSeries) -> list[str]:
-    told = []
+def _about_run(run: Run) -> list[str]:
+    found = []
     if run.damaged_lines:
         lines = "1 damaged line" if run.damaged_lines == 1 else f"{run.damaged_lines} damaged lines"
-        told.append(f"{run.folder}: {lines} in metrics.jsonl, passed over.")
+        found.append(f"{lines} in {METRICS}, ignored.")
     if run.last_step < run.config.training.steps:
-        told.append(f"{run.folder}: at step {count(run.last_step)} of {count(run.config.training.steps)}.")
+        found.append(f"at step {count(run.last_step)} of {count(run.config.training.steps)}.")
     lost = len(run.train) - len(run.column("train", "loss")[0])
     if lost:
-        told.append(f"{run.folder}: {lost} of {len(run.train)} records have no finite loss; they are not drawn.")
+        found.append(f"{lost} of {len(run.train)} records have no finite loss; they are not plotted.")
     share = _start_up_share(run)
     if share > 0.1:
-        told.append(f"{run.folder}: {share:.0%} of its time went into starting up, so its seconds say little.")
+        found.append(f"{share:.0%} of its time was start-up, so its seconds mean little.")
     skipped = max(run.column("train", "skipped")[1], default=0)
     if skipped:
-        told.append(f"{run.folder}: {skipped:.0f} steps were skipped because the loss or gradient was not finite.")
-    return told
+        found.append(f"{skipped:.0f} steps were skipped because the loss or gradient was not finite.")
+    return [f"{run.folder}: {text}" for text in found]
 
 
 def _about_all(comparison: Comparison) -> list[str]:
-    told = []
+    found = []
     if len({run.last_step for run in comparison.runs}) > 1:
-        told.append(
+        found.append(
             f"The runs have different lengths: numbers are taken up to step {count(comparison.horizon)}, the last that "
-            "all of them have; curves are drawn whole."
+            "all of them have; curves are plotted whole."
         )
     for metric in comparison.metrics if comparison.same_data else ():
-        told += _about_metric(comparison, metric)
+        found += _about_metric(comparison, metric)
     missing = [run for run in comparison.runs if not run.probe]
     if missing and len(missing) < len(comparison.runs):
-        told.append(f"No oscillation was recorded in {joined([str(run.folder) for run in missing])}.")
+        found.append(f"No oscillation was recorded in {joined([str(run.folder) for run in missing])}.")
     intervals = {run.probe_interval for run in comparison.runs if run.probe_interval}
     if len(intervals) > 1:
-        told.append(
+        found.append(
             f"The blocks were probed at different intervals ({joined([count(i) for i in sorted(intervals)])} steps): "
             "oscillations do not compare and are not ranked."
         )
     devices = {str(record.get("device")) for run in comparison.runs for record in run.start}
     if len(devices) > 1:
-        told.append(f"The runs ran on different devices ({joined(sorted(devices))}): seconds do not compare.")
+        found.append(f"The runs ran on different devices ({joined(sorted(devices))}): seconds do not compare.")
     if _overlapping(comparison.runs):
-        told.append(
-            "Some of the runs trained at the same time: if they shared a machine, seconds and images per second tell "
-            "more about its load than about the methods."
+        found.append(
+            "Some of the runs trained at the same time: if they shared a machine, seconds and images per second depend "
+            "on its load more than on the methods."
         )
     for group in comparison.groups:
-        repeated = [seed for seed, times in Counter(group.seeds).items() if times > 1]
+        repeated = [str(seed) for seed, times in Counter(group.seeds).items() if times > 1]
         if repeated:
-            seeds = joined([str(seed) for seed in repeated])
-            told.append(f"{group.label}: seed {seeds} was given more than once; repeats are not independent.")
-    return told
+            found.append(
+                f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
+            )
+    return found
 
 
 def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
-    told, name, step = [], comparison.heading(metric), comparison.quality_step(metric)
+    found, name, step = [], comparison.heading(metric), comparison.quality_step(metric)
     last = {group.label: comparison.last_qualities(group, metric) for group in comparison.groups}
     without = [label for label, values in last.items() if not values]
     if without:
-        told.append(f"{name} was not measured for {joined(without)}.")
+        found.append(f"{name} was not measured for {joined(without)}.")
     if step is None:
-        told.append(
-            f"{name} was measured at no step that all runs share: its values stand with their steps, not compared."
-        )
+        found.append(f"{name} was measured at no step that all runs share: its values are shown with their steps.")
     elif any(at > step for values in last.values() for at, _ in values):
-        told.append(f"{name} is compared at step {count(step)}, the last at which every run that has it was evaluated.")
-    return told
+        found.append(
+            f"{name} is compared at step {count(step)}, the last at which every run that has it was evaluated."
+        )
+    return found
 
 
-def _start_up_share(run: RunSeries) -> float:
-    """How much of the run's time its first record took beyond what its steps take later."""
+def _start_up_share(run: Run) -> float:
+    """Share of the run's time that its first record took beyond the usual time of its steps."""
     steps, seconds = run.column("train", "seconds")
     if len(steps) < 3 or seconds[-1] <= 0:
         return 0.0
@@ -119,13 +116,13 @@ def _start_up_share(run: RunSeries) -> float:
     return (seconds[0] - steps[0] * later) / seconds[-1]
 
 
-def _overlapping(runs: Sequence[RunSeries]) -> bool:
-    """Whether two runs were training at the same moment, by the times they wrote down."""
+def _overlapping(runs: Sequence[Run]) -> bool:
+    """True if two runs were training at the same moment, by their recorded times."""
     spans = sorted(span for run in runs for span in _spans(run))
     return any(before[1] > after[0] + 1 for before, after in pairwise(spans))
 
 
-def _spans(run: RunSeries) -> list[tuple[float, float]]:
+def _spans(run: Run) -> list[tuple[float, float]]:
     """When the run was training, in seconds since the epoch: one span per start."""
     starts = [record for record in run.start if isinstance(record.get("time"), str)]
     bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
@@ -139,11 +136,14 @@ def _spans(run: RunSeries) -> list[tuple[float, float]]:
     return spans
 
 
-def _data_names(runs: Sequence[RunSeries]) -> list[str]:
-    """What the data are called, with fingerprints where different data are called the same."""
+def _data_names(runs: Sequence[Run]) -> list[str]:
+    """Names of the data, with fingerprints where different data have one name."""
     prints: dict[str, set[str]] = {}
     for run in runs:
-        prints.setdefault(_data_name(run), set()).add(run.data)
+        data = run.config.data
+        size = f" at {data.image_size} px" if data.image_size else ""
+        split = f" ({data.split})" if data.split != "train" else ""
+        prints.setdefault(f"{data.name}{size}{split}", set()).add(run.data)
     short = shortened(each for known in prints.values() for each in known)
     return sorted(
         name if len(known) == 1 else f"{name}, fingerprint {short[each] or 'not recorded'}"
@@ -152,12 +152,6 @@ def _data_names(runs: Sequence[RunSeries]) -> list[str]:
     )
 
 
-def _data_name(run: RunSeries) -> str:
-    data = run.config.data
-    size = f" at {data.image_size} px" if data.image_size else ""
-    return f"{data.name}{size}" + (f" ({data.split})" if data.split != "train" else "")
-
-
-def _objective_name(run: RunSeries) -> str:
+def _objective_name(run: Run) -> str:
     diffusion = run.config.diffusion
     return f"{diffusion.process}, predicting {diffusion.prediction or 'the default'}"

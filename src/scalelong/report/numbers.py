@@ -1,18 +1,109 @@
-"""How numbers are written: four significant digits, a dash for what is not known."""
+"""Means, differences and running means of runs, and how numbers are written."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from scalelong.report.statistics import Estimate
+import numpy as np
+from scipy.special import stdtrit
 
 UNKNOWN = "–"
-UNRESOLVED = "not resolved"  # of a speed-up: the evaluations lie too far apart to tell
+UNRESOLVED = "not resolved"  # of a speed-up: the evaluations are too far apart
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean and standard deviation of n values; the deviation of a single one is nan."""
+
+    mean: float
+    sd: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """a - b with its standard error; clear if zero lies outside the 95% interval (Student's t)."""
+
+    value: float
+    standard_error: float
+    clear: bool
+
+    @property
+    def within_noise(self) -> bool:
+        """True for a difference that was tested and is not clear."""
+        return math.isfinite(self.standard_error) and not self.clear
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and sample standard deviation of the finite values.
+
+    >>> estimate([1.0, 3.0, float("nan")]).mean
+    2.0
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    mean = sum(finite) / len(finite) if finite else math.nan
+    sd = float(np.std(finite, ddof=1)) if len(finite) > 1 else math.nan
+    return Estimate(mean, sd, len(finite))
+
+
+def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Mean of a_k - b_k, for pairs of one seed or one step."""
+    if len(a) != len(b):
+        raise ValueError(f"a, b: pairs need equal numbers of values, got {len(a)} and {len(b)}")
+    gaps = estimate([x - y for x, y in zip(a, b, strict=True)])
+    return _tested(gaps.mean, gaps.sd / math.sqrt(max(gaps.n, 1)), gaps.n - 1)
+
+
+def unpaired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """mean(a) - mean(b) with Welch's standard error and degrees of freedom."""
+    first, second = estimate(a), estimate(b)
+    if min(first.n, second.n) < 2:
+        return Difference(first.mean - second.mean, math.nan, False)
+    va, vb = first.sd**2 / first.n, second.sd**2 / second.n
+    spread = va**2 / (first.n - 1) + vb**2 / (second.n - 1)
+    freedom = (va + vb) ** 2 / spread if spread > 0 else first.n + second.n - 2
+    return _tested(first.mean - second.mean, math.sqrt(va + vb), freedom)
+
+
+def _tested(value: float, standard_error: float, freedom: float) -> Difference:
+    if freedom < 1 or math.isnan(standard_error):
+        return Difference(value, math.nan, False)
+    return Difference(value, standard_error, abs(value) > float(stdtrit(freedom, 0.975)) * standard_error)
+
+
+def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
+    """At each step s the mean of the values of the steps in (s - window, s].
+
+    >>> running_mean([1, 2, 3], [4.0, 2.0, 6.0], window=2)
+    [4.0, 3.0, 4.0]
+    """
+    if not values:
+        return []
+    own = np.asarray(steps)
+    last = np.arange(1, len(own) + 1)
+    first = np.minimum(np.searchsorted(own, own - window, side="right"), last - 1)
+    bounds = np.stack([first, last], axis=1).ravel()
+    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
+    return [float(mean) for mean in sums / (last - first)]
+
+
+def first_at_most(steps: Sequence[int], values: Sequence[float], target: float, after: int = 0) -> int | None:
+    """The first step, not before `after`, whose value is at or below the target; None if there is none."""
+    return next((s for s, v in zip(steps, values, strict=True) if s >= after and v <= target), None)
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient; nan where it is undefined."""
+    return numerator / denominator if denominator and math.isfinite(numerator) else math.nan
+
+
+# ---------------------------------------------------------------------------------------------------------------- as text
 
 
 def number(value: float, digits: int = 4) -> str:
-    """0.2301, 12.30, 1,234; significant digits, thousands apart."""
+    """0.2301, 12.30, 1,234: significant digits and thousands separators."""
     if not math.isfinite(value):
         return UNKNOWN
     if value == 0:
@@ -28,10 +119,10 @@ def count(value: float) -> str:
 
 
 def with_sd(value: Estimate, digits: int = 4) -> str:
-    """0.2301 ± 0.0012, the sd with as many decimals as the mean; a single value stands alone."""
-    if not math.isfinite(value.sd):
-        return number(value.mean, digits)
+    """0.2301 ± 0.0012, the sd with as many decimals as the mean; a single value has no sd."""
     mean = number(value.mean, digits)
+    if not math.isfinite(value.sd):
+        return mean
     decimals = len(mean.partition(".")[2]) if "e" not in mean else 0
     sd = f"{value.sd:,.{decimals}f}"
     return f"{mean} ± {sd if float(sd.replace(',', '')) or not value.sd else number(value.sd, 2)}"
@@ -67,22 +158,22 @@ def duration_with_sd(value: Estimate) -> str:
 
 
 def times(value: float) -> str:
-    """1.33x, or a dash."""
+    """1.33×"""
     return f"{value:.2f}×" if math.isfinite(value) else UNKNOWN
 
 
 def at_steps(values: Sequence[tuple[int, float]]) -> str:
-    """238.2 at step 4,000 and 115.7 at step 8,000; a dash for none."""
+    """238.2 at step 4,000 and 115.7 at step 8,000"""
     return joined([f"{number(value)} at step {count(step)}" for step, value in values]) or UNKNOWN
 
 
 def joined(parts: list[str]) -> str:
-    """a, b and c."""
+    """a, b and c"""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 
 def shortened(names: Iterable[str]) -> dict[str, str]:
-    """Each name's beginning, of eight letters or as many as it takes to tell them apart."""
+    """The first eight letters of each name, or as many as it takes to tell them apart."""
     full = set(names)
     length = next(n for n in range(8, 9 + max(map(len, full), default=0)) if len({f[:n] for f in full}) == len(full))
     return {name: name[:length] for name in full}

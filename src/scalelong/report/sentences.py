@@ -1,4 +1,4 @@
-"""What the numbers say, in sentences; every one is made from the data."""
+"""What the numbers of a comparison say, in sentences."""
 
 from __future__ import annotations
 
@@ -9,50 +9,49 @@ from itertools import pairwise
 from scalelong.report.compare import Arrivals, Comparison, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
-from scalelong.report.quality import Metric
-from scalelong.runs.reader import RunSeries
+from scalelong.runs.reader import Metric, Run
 
-SAME = 0.01  # changes below one part in a hundred are called none
+SAME = 0.01  # relative changes below this are called none
 
 
 def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Group, str]]:
-    """For each method but the baseline: what it changes, in one or two sentences."""
+    """What each method but the baseline changes, in one or two sentences."""
     race = race or comparison.loss_race()
-    told = []
+    found = []
     for group in comparison.groups:
         if group is comparison.baseline:
             continue
-        parts = [oscillation_words(comparison, group), loss_words(comparison, group)]
-        parts += [quality_words(comparison, group, metric) for metric in comparison.metrics[:1]]
-        sentence = "; ".join(part for part in parts if part) or "nothing that it recorded can be compared"
-        sentence = sentence if sentence.startswith(group.label) else f"{group.label}: {sentence}"
-        race_part = race_words(race, group, comparison.baseline) if race else ""
-        told.append((group, ". ".join(part for part in (sentence, _capital(race_part)) if part) + "."))
-    return told
+        parts = [oscillation(comparison, group), final_loss(comparison, group)]
+        parts += [quality(comparison, group, metric) for metric in comparison.metrics[:1]]
+        text = "; ".join(part for part in parts if part) or "nothing that it recorded can be compared"
+        text = text if text.startswith(group.label) else f"{group.label}: {text}"
+        if race and (reached := speed_up(race, group, comparison.baseline)):
+            text += f". I{reached[1:]}"  # it reaches ...
+        found.append((group, f"{text}."))
+    return found
 
 
 def headline(comparison: Comparison) -> str:
-    """The steadiest method and the one of lowest loss, in one sentence; a tie is called a tie."""
+    """The steadiest method and the one of lowest loss, with ties, in one sentence."""
     steadiest = _best(comparison, "feature_oscillation", "oscillation of the middle block")
     lowest = _best(comparison, "final_loss", "final loss")
     parts = [steadiest] * comparison.same_probes + [lowest] * comparison.same_loss
-    parts = [part for part in parts if part]
-    if parts:
-        return f"{_capital('; '.join(parts))}."
+    if text := "; ".join(part for part in parts if part):
+        return f"T{text[1:]}." if text.startswith("the ") else f"{text}."  # names of methods keep their case
     if len(comparison.groups) > 1 and not comparison.same_loss:
         return "These runs are shown side by side but not ranked: what they recorded does not compare."
     only = comparison.groups[0]
     loss = with_sd(comparison.measure(only, "final_loss"))
-    return f"{_capital(only.label)} ends at a loss of {loss} after {count(comparison.horizon)} steps."
+    return f"{only.label} ends at a loss of {loss} after {count(comparison.horizon)} steps."
 
 
 def _best(comparison: Comparison, measure: str, name: str) -> str:
-    """Which method has the lowest value, and which others cannot be told from it."""
+    """Which method has the lowest value, and which others are within noise of it."""
     ranking = comparison.ranking(measure)
     if len(ranking) < 2:
         return ""
     best, digits = ranking[0], 4 if measure == "final_loss" else 3
-    tied = [group.label for group in ranking[1:] if _indistinct(comparison, group, best, measure)]
+    tied = [group.label for group in ranking[1:] if comparison.difference(group, best, measure).within_noise]
     value = with_sd(comparison.measure(best, measure), digits)
     if len(tied) == len(ranking) - 1:
         return f"the {name} is equal within noise, {value} at its lowest ({best.label})"
@@ -61,77 +60,66 @@ def _best(comparison: Comparison, measure: str, name: str) -> str:
     return f"{best.label} has the lowest {name} ({value}), {rest}"
 
 
-def _indistinct(comparison: Comparison, group: Group, other: Group, measure: str) -> bool:
-    """Whether a difference was tested and is not clear."""
-    loss = measure == "final_loss"
-    difference = comparison.loss_difference(group, other) if loss else comparison.difference(group, other, measure)
-    return math.isfinite(difference.standard_error) and not difference.clear
-
-
-def seeds_words(comparison: Comparison) -> str:
+def seeds(comparison: Comparison) -> str:
     """How far the numbers can be trusted, from the number of seeds."""
     counts = {len(set(group.seeds)) for group in comparison.groups}
     if counts == {1}:
         return (
-            "Each method ran with a single seed, and a single seed proves nothing: another seed may turn "
-            "the order around. Standard errors here come from the noise within a run only."
+            "Each method ran with a single seed, and a single seed proves nothing: another seed may reverse the order. "
+            "Standard errors here come from the noise within a run only."
         )
     if 1 in counts:
         single = [group.label for group in comparison.groups if len(set(group.seeds)) == 1]
         return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which proves nothing."
     few, many = min(counts), max(counts)
-    seeds = f"{few}" if few == many else f"{few} to {many}"
     rule = "two are called different only where zero lies outside the 95% interval of the difference"
-    return f"Mean ± sd over {seeds} seeds per method; {rule}."
+    return f"Mean ± sd over {few if few == many else f'{few} to {many}'} seeds per method; {rule}."
 
 
-def oscillations_words(comparison: Comparison) -> list[str]:
-    """For each method but the baseline: features and gradients of the middle block, or that they do not compare."""
+def oscillations(comparison: Comparison) -> list[str]:
+    """Features and gradients of the middle block of each method but the baseline."""
     if not comparison.same_probes:
-        return ["The oscillations of these runs do not compare, so they are drawn but not ranked."]
-    told = []
+        return ["The oscillations of these runs do not compare, so they are plotted but not ranked."]
+    found = []
     for group in comparison.groups:
         measures = ("feature_oscillation", "gradient_oscillation") if group is not comparison.baseline else ()
-        parts = [oscillation_words(comparison, group, measure) for measure in measures]
-        if any(parts):
-            told.append("; ".join(part for part in parts if part) + ".")
-    return told
+        if text := "; ".join(part for m in measures if (part := oscillation(comparison, group, m))):
+            found.append(f"{text}.")
+    return found
 
 
-def oscillation_words(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
-    """For example: cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)."""
+def oscillation(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
+    """cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)"""
     new, old = comparison.measure(group, measure), comparison.measure(comparison.baseline, measure)
     if not comparison.same_probes or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
     gradient = measure.startswith("gradient")
     who, what = ("it", "that of its gradient") if gradient else (group.label, "the oscillation of the middle block")
     values = f"{with_sd(old, 3)} to {with_sd(new, 3)} ({percent(new.mean, old.mean)})"
-    difference = comparison.difference(group, comparison.baseline, measure)
-    if math.isfinite(difference.standard_error) and not difference.clear:
+    if comparison.difference(group, comparison.baseline, measure).within_noise:
         return f"{who} shows no clear change of {what}: {values}, within the spread of the seeds"
     if abs(new.mean / old.mean - 1) < SAME:
         return f"{who} leaves {what} as it is: {values}"
-    verb = "lowers" if new.mean < old.mean else "raises"
-    return f"{who} {verb} {what} from {values}"
+    return f"{who} {'lowers' if new.mean < old.mean else 'raises'} {what} from {values}"
 
 
-def loss_words(comparison: Comparison, group: Group) -> str:
-    """For example: final loss equal within noise (difference 0.0004, standard error 0.002)."""
+def final_loss(comparison: Comparison, group: Group) -> str:
+    """final loss equal within noise (difference 0.0004, standard error 0.002)"""
     new, old = (comparison.measure(g, "final_loss") for g in (group, comparison.baseline))
     if not comparison.same_loss or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
-    difference = comparison.loss_difference(group, comparison.baseline)
+    difference = comparison.difference(group, comparison.baseline, "final_loss")
     if not math.isfinite(difference.standard_error):
         return f"final loss {with_sd(new)} against {with_sd(old)}, too few values to tell them apart"
-    how = f"difference {_signed(difference.value)}, standard error {number(difference.standard_error, 2)}"
+    value = f"{'−' if difference.value < 0 else '+'}{number(abs(difference.value), 2)}"
+    how = f"difference {value}, standard error {number(difference.standard_error, 2)}"
     if not difference.clear:
         return f"final loss equal within noise ({how})"
-    verb = "lower" if difference.value < 0 else "higher"
-    return f"final loss {verb}, {with_sd(new)} against {with_sd(old)} ({how})"
+    return f"final loss {'lower' if difference.value < 0 else 'higher'}, {with_sd(new)} against {with_sd(old)} ({how})"
 
 
-def quality_words(comparison: Comparison, group: Group, metric: Metric) -> str:
-    """For example: FID of 10,000 images 12.30 against 15.20 (−19%) at step 8,000."""
+def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
+    """FID of 10,000 images 12.30 against 15.20 (−19%) at step 8,000"""
     both, name = (group, comparison.baseline), comparison.heading(metric)
     last = [comparison.last_qualities(g, metric) for g in both]
     if not comparison.same_data or not all(last):
@@ -139,66 +127,66 @@ def quality_words(comparison: Comparison, group: Group, metric: Metric) -> str:
     step = comparison.quality_step(metric)
     if step is None:
         return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, which do not compare"
-    new, old = (comparison.quality(g, metric) for g in both)
-    difference = comparison.quality_difference(group, comparison.baseline, metric)
-    unclear = math.isfinite(difference.standard_error) and not difference.clear
-    return (
-        f"{name} {with_sd(new)} against {with_sd(old)} ({percent(new.mean, old.mean)}"
-        f"{', within the spread of the seeds' if unclear else ''}) at step {count(step)}"
-    )
+    new, old = (comparison.measure(g, metric) for g in both)
+    unclear = comparison.difference(group, comparison.baseline, metric).within_noise
+    change = percent(new.mean, old.mean) + (", within the spread of the seeds" if unclear else "")
+    return f"{name} {with_sd(new)} against {with_sd(old)} ({change}) at step {count(step)}"
 
 
-def quality_summary(comparison: Comparison) -> list[str]:
+def qualities(comparison: Comparison) -> list[str]:
     """One sentence for each metric, or why there is none."""
     if not comparison.metrics:
         return ["No evaluation was recorded: scalelong evaluate RUN measures one and adds it to the run."]
     if not comparison.same_data:
-        return ["The runs were trained on different data, so their quality cannot be compared and is not drawn."]
-    told = []
+        return ["The runs were trained on different data, so their quality cannot be compared and is not plotted."]
+    found = []
     for metric in comparison.metrics:
         name, step = comparison.heading(metric), comparison.quality_step(metric)
         if step is None:
             last = [(comparison.last_qualities(group, metric), group.label) for group in comparison.groups]
             parts = [f"{at_steps(values)} for {label}" for values, label in last if values]
-            told.append(f"{name}, at steps that differ and so not compared: {'; '.join(parts)}.")
+            found.append(f"{name}, at steps that differ and so not compared: {'; '.join(parts)}.")
             continue
-        values = [(comparison.quality(group, metric), group.label) for group in comparison.groups]
+        values = [(comparison.measure(group, metric), group.label) for group in comparison.groups]
         known = sorted((value.mean, f"{with_sd(value)} for {label}") for value, label in values if value.n)
-        told.append(f"{name} at step {count(step)}, lower is better: {joined([text for _, text in known])}.")
-    return told
+        found.append(f"{name} at step {count(step)}, lower is better: {joined([text for _, text in known])}.")
+    return found
 
 
-def smoothing_words(comparison: Comparison) -> str:
+def smoothing(comparison: Comparison) -> str:
     """What the lines of the loss charts are."""
-    counts = {len(group.runs) > 1 for group in comparison.groups}
-    parts = ["faint lines are the recorded values"] * (False in counts)
-    parts += ["lines are means over seeds, shaded by ± sd"] * (True in counts)
+    several = {len(group.runs) > 1 for group in comparison.groups}
+    parts = ["faint lines are the recorded values"] * (False in several)
+    parts += ["lines are means over seeds, shaded by ± sd"] * (True in several)
     return f"Running mean over {count(comparison.window)} steps; {joined(parts)}."
 
 
-def target_words(race: Race) -> str:
-    """Why this target, and who gets there."""
-    late = [a for a in race.arrivals if not a.all_reached]
-    who = "every run reaches it" if not late else f"not reached by {joined([_missing(a) for a in late])}"
-    why = "The value asked for" if race.asked else "The worst that any run ends with"
-    parts = [f"{why} ({race.protocol}); {who}.", "A speed-up of 2× means half the steps, or half the time."]
+def target(race: Race) -> str:
+    """Why this target, and who reaches it."""
+    late = [_missing(arrivals) for arrivals in race.arrivals if not arrivals.all_reached]
+    who = f"not reached by {joined(late)}" if late else "every run reaches it"
+    why = "The given value" if race.asked else "The worst value that any run ends with"
+    text = f"{why} ({race.protocol}); {who}. A speed-up of 2× means half the steps, or half the time."
     if race.sparse:
-        parts.append(
-            f"Runs arrive between two evaluations; where these stretches overlap, the speed-up is {UNRESOLVED}."
-        )
-    return " ".join(parts)
+        text += f" Runs arrive between two evaluations; where these intervals overlap, the speed-up is {UNRESOLVED}."
+    return text
 
 
-def films_words(films: Sequence[tuple[Group, RunSeries]]) -> str:
-    """What the grids show."""
-    same = len({run.seed for _, run in films}) == 1
-    noise = "the same noise for every method" if same and len(films) > 1 else "the noise of each run's own seed"
-    several = any(len(group.runs) > 1 for group, _ in films)
-    return f"Drawn from the averaged weights with {noise}{'; one seed of each method is shown' if several else ''}."
+def _missing(arrivals: Arrivals) -> str:
+    label, total = arrivals.group.label, len(arrivals.group.runs)
+    return label if total == 1 else f"{label} ({total - arrivals.reached} of {total} seeds)"
 
 
-def race_words(race: Race, group: Group, other: Group) -> str:
-    """For example: it reaches loss 0.25 after 400 steps, none after 520 (1.30x as fast)."""
+def sample_grids(shown: Sequence[tuple[Group, Run]]) -> str:
+    """What the sample grids show."""
+    same = len({run.seed for _, run in shown}) == 1
+    noise = "the same noise for every method" if same and len(shown) > 1 else "the noise of each run's own seed"
+    several = any(len(group.runs) > 1 for group, _ in shown)
+    return f"Sampled with the EMA weights from {noise}{'; one seed of each method is shown' if several else ''}."
+
+
+def speed_up(race: Race, group: Group, other: Group) -> str:
+    """it reaches loss 0.25 after 400 steps and 20 s, none after 520 steps and 26 s (1.30× as fast in steps, 1.30× in time)"""
     mine, theirs = (next((a for a in race.arrivals if a.group is g), None) for g in (group, other))
     if mine is None or theirs is None:
         return ""
@@ -215,8 +203,16 @@ def race_words(race: Race, group: Group, other: Group) -> str:
     return f"{start}, {other.label} {_arrival(theirs)} ({in_steps}, {in_time})"
 
 
-def throughput_words(comparison: Comparison) -> str:
-    """The speed of each method against the baseline's."""
+def _arrival(arrivals: Arrivals) -> str:
+    """after 800 steps and 40 s; between evaluations: between 400 steps (20 s) and 800 steps (40 s)"""
+    by, seconds = f"{count(arrivals.steps.mean)} steps", duration(arrivals.seconds.mean)
+    if math.isnan(arrivals.after_steps):
+        return f"after {by} and {seconds}"
+    return f"between {count(arrivals.after_steps)} steps ({duration(arrivals.after_seconds)}) and {by} ({seconds})"
+
+
+def throughput(comparison: Comparison) -> str:
+    """The speed of each method and that of the baseline."""
     base = comparison.measure(comparison.baseline, "images_per_second")
     if not math.isfinite(base.mean):
         return "No throughput was recorded."
@@ -225,31 +221,29 @@ def throughput_words(comparison: Comparison) -> str:
         own = comparison.measure(group, "images_per_second")
         if group is not comparison.baseline and math.isfinite(own.mean):
             parts.append(f"{group.label} on {number(own.mean, 3)} ({percent(own.mean, base.mean)})")
-    return f"{_capital(joined(parts))}."
+    return f"{joined(parts)}."
 
 
-def coefficient_words(group: Group) -> str:
-    """How the coefficients of one method lie along the index."""
+def coefficients(group: Group) -> str:
+    """How the coefficients of a method change from the outermost skip to the innermost."""
     values = group.coefficients()
     if not values:
         return ""
-    first, last = values[0], values[-1]
     learned = " after training (mean over the last batch)" if group.method == "ls" else ""
     low, high = number(min(values), 3), number(max(values), 3)
     if low == high:
         return f"{group.label}: the same for all {len(values)} skips, {low}{learned}."
     if max(values) - min(values) < SAME * max(values):
-        ends = f"{low} to {high}"
-        return f"{group.label}: nearly the same for all {len(values)} skips, {ends}{learned}."
-    falling = all(a >= b for a, b in pairwise(values))
-    rising = all(a <= b for a, b in pairwise(values))
-    ends = f"from {number(first, 3)} at the outermost skip to {number(last, 3)} at the innermost"
-    if falling or rising:
-        return f"{group.label}: {'falling' if falling else 'rising'} {ends}{learned}."
+        return f"{group.label}: nearly the same for all {len(values)} skips, {low} to {high}{learned}."
+    ends = f"from {number(values[0], 3)} at the outermost skip to {number(values[-1], 3)} at the innermost"
+    if all(a >= b for a, b in pairwise(values)):
+        return f"{group.label}: falling {ends}{learned}."
+    if all(a <= b for a, b in pairwise(values)):
+        return f"{group.label}: rising {ends}{learned}."
     return f"{group.label}: between {low} and {high}, {ends}{learned}."
 
 
-def learned_against_constant(groups: list[Group]) -> str:
+def learned_against_constant(groups: Sequence[Group]) -> str:
     """How far the learned coefficients lie from the constant ones."""
     learned = next((g for g in groups if g.method == "ls" and g.coefficients()), None)
     constant = next((g for g in groups if g.method == "cs" and g.coefficients()), None)
@@ -261,31 +255,6 @@ def learned_against_constant(groups: list[Group]) -> str:
     gap, index = max((abs(a - b), i) for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1))
     below = sum(a < b for a, b in zip(ours, theirs, strict=True))
     return (
-        f"{_capital(learned.label)} lies below the curve of {constant.label} at {below} of {len(ours)} skips; "
+        f"{learned.label} lies below the curve of {constant.label} at {below} of {len(ours)} skips; "
         f"they are furthest apart at skip {index}, by {number(gap, 3)}."
     )
-
-
-def _arrival(arrivals: Arrivals) -> str:
-    """After 800 steps and 40 s; or between 400 steps (20 s) and 800 steps (40 s) where only evaluations tell."""
-    by, seconds = f"{count(arrivals.steps.mean)} steps", duration(arrivals.seconds.mean)
-    if math.isnan(arrivals.after_steps):
-        return f"after {by} and {seconds}"
-    return f"between {count(arrivals.after_steps)} steps ({duration(arrivals.after_seconds)}) and {by} ({seconds})"
-
-
-def _missing(arrivals: Arrivals) -> str:
-    total = len(arrivals.group.runs)
-    return (
-        arrivals.group.label if total == 1 else f"{arrivals.group.label} ({total - arrivals.reached} of {total} seeds)"
-    )
-
-
-def _signed(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{number(abs(value), 2)}"
-
-
-def _capital(text: str) -> str:
-    """A sentence begins with a capital, but a method's name is written as it is."""
-    first = text.split(" ", 1)[0]
-    return text if first in {"none", "universal", "rsqrt2", "cs", "cs_reversed", "ls"} else text[:1].upper() + text[1:]

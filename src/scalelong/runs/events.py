@@ -1,4 +1,4 @@
-"""What a run says while it runs: metrics.jsonl always, TensorBoard where installed, W&B where asked for."""
+"""The records of a run: metrics.jsonl always, TensorBoard where installed, Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
-CHECKPOINT_KIND = "checkpoint"  # the record that a checkpoint was written at this step
+from scalelong.files import write_text
+from scalelong.runs import METRICS
+
+CHECKPOINT_KIND = "checkpoint"  # records that a checkpoint was written at this step
 
 
 class Events:
-    """Writes one record per line, flushed at once; a record is a step and named numbers."""
+    """Appends records, a step and named values, to metrics.jsonl and flushes each at once.
+
+    >>> events = Events(Path("."), resume_step=0)
+    >>> events.write(10, "train", {"loss": 0.5})
+    >>> events.close()
+    >>> read_events(Path("."))
+    ([{'step': 10, 'kind': 'train', 'loss': 0.5}], 0)
+    """
 
     def __init__(self, folder: Path, resume_step: int, wandb_project: str | None = None) -> None:
         self.path = folder / METRICS
@@ -25,7 +34,7 @@ class Events:
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a record here, and its numbers to the boards."""
+        """Append a record; its numbers also go to TensorBoard and Weights & Biases."""
         self._file.write(_line(step, kind, values))
         self._file.flush()
         numbers = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
@@ -36,7 +45,7 @@ class Events:
             self._wandb.log(numbers, step=step)
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`: those steps are run again."""
+        """Remove the records after `step`, because those steps are run again."""
         self._file.close()
         cut_after(self.path, step)
         self._file = self.path.open("a")
@@ -51,47 +60,43 @@ class Events:
 
 
 def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """One more record of a run that is over; a last line that a kill tore stays a line of its own."""
+    """Append a record to a run that is not training; an incomplete last line stays a line of its own."""
     path = folder / METRICS
-    torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+    incomplete = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
     with path.open("a") as file:
-        file.write("\n" * torn + _line(step, kind, values))
+        file.write("\n" * incomplete + _line(step, kind, values))
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a run in order, and the number of damaged lines that were passed over."""
-    records, damaged = [], 0
-    for line in (folder / METRICS).read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            records.append(record if isinstance(record["step"], int) else _refuse())
-        except (ValueError, KeyError, TypeError):
-            damaged += 1
-    return records, damaged
+    """The records of a run in order, and the number of damaged lines, which are skipped."""
+    lines = (folder / METRICS).read_text(errors="replace").splitlines()
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return records, len(lines) - len(records)
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Drop the records after `step` and a torn last line: the steps after a checkpoint are run again."""
-    if not path.is_file():
-        return
-    records, _ = read_events(path.parent)
-    kept = [json.dumps(record) for record in records if record["step"] <= step]
-    staged = path.with_suffix(".staged")
-    staged.write_text("".join(line + "\n" for line in kept))
-    staged.replace(path)
+    """Remove the records after `step` and damaged lines from a metrics.jsonl."""
+    if path.is_file():
+        records, _ = read_events(path.parent)
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
 
 
-def _refuse() -> dict[str, Any]:
-    raise ValueError
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
-    """Non-finite numbers become null, which JSON has and NaN is not."""
-    record = {"step": step, "kind": kind} | {key: _jsonable(value) for key, value in values.items()}
-    return json.dumps(record) + "\n"
+    return json.dumps({"step": step, "kind": kind} | _jsonable(values)) + "\n"
 
 
 def _jsonable(value: Any) -> Any:
+    """Numbers that are not finite become null: JSON has no NaN."""
+    if isinstance(value, Mapping):
+        return {key: _jsonable(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_jsonable(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -107,12 +112,10 @@ def _tensorboard(folder: Path, resume_step: int) -> Any:
 
 def _wandb(folder: Path, project: str) -> Any:
     if importlib.util.find_spec("wandb") is None:
-        raise ImportError(
-            "training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]', or leave it out"
-        )
+        raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]' or omit it")
     import wandb
 
-    kept = folder / "wandb-id"  # folders of one name are runs of their own
+    kept = folder / "wandb-id"  # a run is known by this, not by the folder's name
     if not kept.is_file():
         kept.write_text(secrets.token_hex(4))
     return wandb.init(project=project, name=folder.name, id=kept.read_text(), dir=str(folder), resume="allow")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
+from scalelong.errors import unknown_name
 from scalelong.runs.settings import (
     Conditioning,
     ConditionSettings,
@@ -19,130 +20,101 @@ from scalelong.runs.settings import (
     TrainingSettings,
 )
 
-_CIFAR10 = RunConfig(
-    data=DataSettings("cifar10"),
-    model=ModelSettings("uvit", patch_size=2, dim=512, depth=12, heads=8),
-    scaling=ScalingSettings("cs", kappa=0.5),
-    optimizer=OptimizerSettings(lr=2e-4, betas=(0.99, 0.999), warmup_steps=2500),
-    training=TrainingSettings(steps=500_000, batch_size=128, compile="default"),
-    sampling=SamplingSettings("dpm++2m", steps=50),
-)
+_SAMPLING = SamplingSettings("dpm++2m", steps=50)
 
-_EMOJI = RunConfig(
+
+def _uvit(
+    data: str, patch: int, dim: int, depth: int, heads: int, kappa: float, lr: float, betas: tuple[float, float],
+    warmup: int, steps: int, batch: int, **parts: Any,
+) -> RunConfig:  # fmt: skip
+    return RunConfig(
+        data=DataSettings(data),
+        model=ModelSettings("uvit", patch_size=patch, dim=dim, depth=depth, heads=heads),
+        scaling=ScalingSettings("cs", kappa=kappa),
+        optimizer=OptimizerSettings(lr=lr, betas=betas, warmup_steps=warmup),
+        training=TrainingSettings(steps=steps, batch_size=batch, compile="default"),
+        **{"sampling": _SAMPLING} | parts,
+    )
+
+
+# fmt: off
+#                   data                      patch dim  depth heads kappa lr  betas       warmup     steps   batch
+_CIFAR10    = _uvit("cifar10",                    2, 512, 12,  8, 0.5, 2e-4, (0.99, 0.999), 2500,   500_000,  128)
+_CELEBA     = _uvit("celeba:data/celeba",         4, 512, 12,  8, 0.5, 2e-4, (0.99, 0.99),  4000,   500_000,  128)
+_IMAGENET64 = _uvit("imagenet64:data/imagenet64", 4, 768, 16, 12, 0.7, 3e-4, (0.99, 0.99),  5000,   300_000, 1024,
+                    condition=ConditionSettings("class"))
+_COCO       = _uvit("latents:data/coco-latents",  2, 512, 12,  8, 0.8, 2e-4, (0.9, 0.9),    5000, 1_000_000,  256,
+                    condition=ConditionSettings("text", encoder="openai/clip-vit-large-patch14", max_tokens=77),
+                    sampling=replace(_SAMPLING, clip=False, guidance=2.0))
+_EMOJI32    = _uvit("emoji32",                    4, 256, 12,  4, 0.7, 3e-4, (0.9, 0.99),    500,    50_000,  128)
+_DIGITS     = _uvit("digits",                     2,  64, 12,  4, 0.7, 3e-3, (0.9, 0.99),     50,       600,   32)
+# fmt: on
+
+_EMOJI = replace(
+    _EMOJI32,
     data=DataSettings("emoji32", flip=False),
-    model=ModelSettings("uvit", patch_size=4, dim=256, depth=12, heads=4),
-    scaling=ScalingSettings("cs", kappa=0.7),
-    optimizer=OptimizerSettings(lr=3e-4, betas=(0.9, 0.99), warmup_steps=500),
-    training=TrainingSettings(steps=50_000, batch_size=128, ema_decay=0.999),
-    sampling=SamplingSettings("dpm++2m", steps=50),
-)
-
-_IMAGENET64 = RunConfig(
-    data=DataSettings("imagenet64:data/imagenet64"),
-    model=ModelSettings("uvit", patch_size=4, dim=768, depth=16, heads=12),
-    scaling=ScalingSettings("cs", kappa=0.7),
-    condition=ConditionSettings("class"),
-    optimizer=OptimizerSettings(lr=3e-4, betas=(0.99, 0.99), warmup_steps=5000),
-    training=TrainingSettings(steps=300_000, batch_size=1024, compile="default"),
-    sampling=SamplingSettings("dpm++2m", steps=50),
-)
-
-_COCO = RunConfig(
-    data=DataSettings("latents:data/coco-latents"),  # of scalelong data encode coco:PATH
-    model=ModelSettings("uvit", patch_size=2, dim=512, depth=12, heads=8),
-    scaling=ScalingSettings("cs", kappa=0.8),
-    condition=ConditionSettings("text", encoder="openai/clip-vit-large-patch14", max_tokens=77),
-    optimizer=OptimizerSettings(lr=2e-4, betas=(0.9, 0.9), warmup_steps=5000),
-    training=TrainingSettings(steps=1_000_000, batch_size=256, compile="default"),
-    sampling=SamplingSettings("dpm++2m", steps=50, clip=False, guidance=2.0),
+    training=replace(_EMOJI32.training, ema_decay=0.999, compile="off"),
 )
 
 PRESETS: Mapping[str, RunConfig] = {
-    "digits-demo": RunConfig(
+    "digits-demo": replace(
+        _DIGITS,
         data=DataSettings("digits", flip=False),
-        model=ModelSettings("uvit", patch_size=2, dim=64, depth=12, heads=4),
-        scaling=ScalingSettings("cs", kappa=0.7),
         diffusion=DiffusionSettings("vp", "x0"),  # digits can be recognised after a few hundred steps
-        optimizer=OptimizerSettings(lr=3e-3, betas=(0.9, 0.99), warmup_steps=50),
         training=TrainingSettings(
             steps=600, batch_size=32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100
         ),
-        sampling=SamplingSettings("dpm++2m", steps=25),
+        sampling=replace(_SAMPLING, steps=25),
     ),
     "emoji32": _EMOJI,
-    "emoji32-cond": dataclasses.replace(
+    "emoji32-cond": replace(_EMOJI, condition=ConditionSettings("class"), sampling=replace(_SAMPLING, guidance=2.0)),
+    "emoji32-text": replace(
         _EMOJI,
-        condition=ConditionSettings("class"),
-        sampling=dataclasses.replace(_EMOJI.sampling, guidance=2.0),
-    ),
-    "emoji32-text": dataclasses.replace(
-        _EMOJI,
-        model=dataclasses.replace(_EMOJI.model, patch_size=2),
+        model=replace(_EMOJI.model, patch_size=2),
         condition=ConditionSettings("text", encoder="minilm", max_tokens=16),
-        diffusion=DiffusionSettings("vp", "v"),  # weighs the noisiest images, where the text decides
-        sampling=dataclasses.replace(_EMOJI.sampling, guidance=3.0),
+        diffusion=DiffusionSettings("vp", "v"),  # gives weight to the noisiest images, where the text decides
+        sampling=replace(_SAMPLING, guidance=3.0),
     ),
-    "emoji32-latent": dataclasses.replace(
+    "emoji32-latent": replace(
         _EMOJI,
-        data=DataSettings("latents:data/emoji32-latents", flip=False),  # of scalelong data encode emoji32, 4 x 16 x 16
-        model=dataclasses.replace(_EMOJI.model, patch_size=2),
+        data=DataSettings("latents:data/emoji32-latents", flip=False),  # by scalelong data encode emoji32, 4 x 16 x 16
+        model=replace(_EMOJI.model, patch_size=2),
         diffusion=DiffusionSettings("vp", "x0"),  # shapes and colours can be seen after a few hundred steps
-        sampling=dataclasses.replace(_EMOJI.sampling, clip=False),
+        sampling=replace(_SAMPLING, clip=False),
     ),
     "fashion-mnist-unet": RunConfig(
         data=DataSettings("fashion_mnist"),
         model=ModelSettings("unet", channels=(64, 128, 128)),
-        scaling=ScalingSettings("cs", kappa=0.7),
         training=TrainingSettings(steps=50_000, batch_size=128, ema_decay=0.999),
-        sampling=SamplingSettings("dpm++2m", steps=50),
+        sampling=_SAMPLING,
     ),
     "cifar10-uvit-s2": _CIFAR10,
-    "cifar10-uvit-s2-cond": dataclasses.replace(_CIFAR10, condition=ConditionSettings("class")),
-    "cifar10-unet": RunConfig(
-        data=_CIFAR10.data,
-        model=ModelSettings("unet"),
-        scaling=_CIFAR10.scaling,
-        diffusion=DiffusionSettings("ddpm"),
-        optimizer=_CIFAR10.optimizer,
-        training=_CIFAR10.training,
-        sampling=_CIFAR10.sampling,
-    ),
-    "celeba64-uvit-s4": RunConfig(
-        data=DataSettings("celeba:data/celeba"),
-        model=ModelSettings("uvit", patch_size=4, dim=512, depth=12, heads=8),
-        scaling=ScalingSettings("cs", kappa=0.5),
-        optimizer=OptimizerSettings(lr=2e-4, betas=(0.99, 0.99), warmup_steps=4000),
-        training=TrainingSettings(steps=500_000, batch_size=128, compile="default"),
-        sampling=SamplingSettings("dpm++2m", steps=50),
-    ),
+    "cifar10-uvit-s2-cond": replace(_CIFAR10, condition=ConditionSettings("class")),
+    "cifar10-unet": replace(_CIFAR10, model=ModelSettings("unet"), diffusion=DiffusionSettings("ddpm")),
+    "celeba64-uvit-s4": _CELEBA,
     "imagenet64-uvit-m4": _IMAGENET64,
-    "imagenet64-uvit-l4": dataclasses.replace(
-        _IMAGENET64, model=ModelSettings("uvit", patch_size=4, dim=1024, depth=20, heads=16)
-    ),
-    "imagenet64-unet": dataclasses.replace(
-        _IMAGENET64, model=ModelSettings("unet", channels=(160, 320, 480, 640), style="iddpm")
-    ),
+    "imagenet64-uvit-l4": replace(_IMAGENET64, model=replace(_IMAGENET64.model, dim=1024, depth=20, heads=16)),
+    "imagenet64-unet": replace(_IMAGENET64, model=ModelSettings("unet", channels=(160, 320, 480, 640), style="iddpm")),
     "coco-uvit-s2": _COCO,
-    "coco-uvit-s2-deep": dataclasses.replace(_COCO, model=dataclasses.replace(_COCO.model, depth=16)),
-    "coco-unet": dataclasses.replace(_COCO, model=ModelSettings("unet", channels=(224, 448, 448, 672))),
+    "coco-uvit-s2-deep": replace(_COCO, model=replace(_COCO.model, depth=16)),
+    "coco-unet": replace(_COCO, model=ModelSettings("unet", channels=(224, 448, 448, 672))),
 }
 
-_IMAGENET64_CLASSES = Conditioning(num_classes=1000, null_class=True)
-_CLIP_TEXT = Conditioning(text_tokens=77, text_dim=768)
-
-# The shape and the condition of data that the user brings, for what can be told before it is there.
+# Shape and conditioning of data that the user provides, for estimates before it is there.
 EXPECTED: Mapping[str, tuple[tuple[int, int, int], Conditioning]] = {
     "celeba:data/celeba": ((3, 64, 64), Conditioning()),
-    "imagenet64:data/imagenet64": ((3, 64, 64), _IMAGENET64_CLASSES),
+    "imagenet64:data/imagenet64": ((3, 64, 64), Conditioning(num_classes=1000, null_class=True)),
     "latents:data/emoji32-latents": ((4, 16, 16), Conditioning()),
-    "latents:data/coco-latents": ((4, 32, 32), _CLIP_TEXT),
+    "latents:data/coco-latents": ((4, 32, 32), Conditioning(text_tokens=77, text_dim=768)),
 }
 
 
 def get_preset(name: str) -> RunConfig:
-    """A preset by name; the nearest name is suggested for an unknown one."""
+    """A preset by name.
+
+    >>> get_preset("cifar10-uvit-s2").model.dim
+    512
+    """
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"preset: unknown {name!r}{hint} Known: {', '.join(PRESETS)}")
+        raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]

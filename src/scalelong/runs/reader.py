@@ -1,11 +1,11 @@
-"""A run's records as series of numbers; what a run did not record is nan, or an empty series."""
+"""Reading a run folder: its settings, checkpoints, sample grids and records."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,22 +13,70 @@ from typing import Any
 
 import numpy as np
 
+from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
 from scalelong.runs.events import read_events
 from scalelong.runs.oscillation import relative_oscillation, relative_spread
-from scalelong.runs.settings import RunConfig
-from scalelong.runs.yaml_file import from_yaml
+from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
 
 Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
-LARGEST = 1e100  # no run writes larger numbers, and their squares still fit into a float
-TEXTS = {"start": ("data",), "evaluation": ("extractor", "sampler", "precision", "reference", "weights")}
+LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
+
+
+def is_run(folder: str | Path) -> bool:
+    """True for a folder with a config.yaml."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """The settings of a run."""
+    if not is_run(folder):
+        raise FileNotFoundError(
+            f"{folder}: is not a run folder (it has no {CONFIG}); give a folder that scalelong train wrote"
+        )
+    return from_yaml(Path(folder) / CONFIG)
+
+
+def checkpoints(folder: str | Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, oldest first."""
+    return _by_step((Path(folder) / CHECKPOINTS).glob("step-*"))
 
 
 @dataclass(frozen=True)
-class RunSeries:
-    """What one run wrote: its configuration and its records by kind."""
+class Metric:
+    """A metric and how it was measured; only values of equal metrics are compared."""
+
+    name: str
+    n: int  # number of images
+    extractor: str = ""
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    weights: str = "ema"
+    reference: str = ""  # fingerprint of the real images
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A value of a metric, measured on images sampled at a step."""
+
+    step: int
+    value: float
+    metric: Metric
+    seed: int | None = None  # of the images
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's settings and its records by kind. What was not recorded is nan, or an empty series.
+
+    >>> from scalelong.runs.settings import to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
+    >>> run = read_run(".")
+    >>> run.final_loss(), run.seconds_at([5])
+    (0.5, [1.0])
+    """
 
     folder: Path
     config: RunConfig
@@ -36,12 +84,12 @@ class RunSeries:
     probe: list[Record]
     damaged_lines: int
     start: tuple[Record, ...] = ()
-    evaluation: tuple[Record, ...] = ()
+    evaluations: tuple[Measurement, ...] = ()
     _columns: dict[tuple[str, str], Column] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def label(self) -> str:
-        """How the run's method is called in tables and pictures."""
+        """Name of the method in tables and charts."""
         return self.config.scaling.label
 
     @property
@@ -50,18 +98,18 @@ class RunSeries:
 
     @property
     def data(self) -> str:
-        """The fingerprint of the data it was started on, of all of them if they changed; empty where none was recorded."""
+        """Fingerprint of the data, of all of them if they changed; empty where none was recorded."""
         return " then ".join(dict.fromkeys(record["data"] for record in self.start if record.get("data")))
 
     @property
     def probe_interval(self) -> float:
-        """Steps between two probes; 0 where there are not two."""
+        """Steps between two probes; 0 for less than two."""
         steps = [record["step"] for record in self.probe]
         return median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0
 
     @property
     def last_step(self) -> int:
-        """The step of the last training record."""
+        """Step of the last training record."""
         return max(int(record["step"]) for record in self.train)
 
     @property
@@ -75,15 +123,24 @@ class RunSeries:
         blocks = self.blocks
         return next((b for b in blocks if b.startswith("mid")), blocks[len(blocks) // 2] if blocks else "")
 
-    def column(self, kind: str, key: str, upto: int | None = None) -> Column:
-        """Steps and values of the records, up to a step, that have a finite number under this key."""
+    def column(self, kind: str, key: str, upto: int | None = None, after: int = -1) -> Column:
+        """Steps and values of the records with a finite number under this key, for after < step <= upto."""
         if (kind, key) not in self._columns:
             records = [record for record in getattr(self, kind) if _is_number(record.get(key))]
             records.sort(key=lambda record: record["step"])
             self._columns[kind, key] = [r["step"] for r in records], [float(r[key]) for r in records]
         steps, values = self._columns[kind, key]
-        count = len(steps) if upto is None else bisect_right(steps, upto)
-        return steps[:count], values[:count]
+        kept = slice(bisect_right(steps, after), len(steps) if upto is None else bisect_right(steps, upto))
+        return steps[kept], values[kept]
+
+    def quality(self, metric: Metric) -> Column:
+        """Steps and values of a metric; several evaluations at one step are averaged."""
+        values: dict[int, list[float]] = {}
+        for evaluation in self.evaluations:
+            if evaluation.metric == metric:
+                values.setdefault(evaluation.step, []).append(evaluation.value)
+        steps = sorted(values)
+        return steps, [sum(values[step]) / len(values[step]) for step in steps]
 
     def final_losses(self, upto: int | None = None) -> Column:
         """Steps and losses of the last fifth of the records."""
@@ -96,76 +153,76 @@ class RunSeries:
         _, last = self.final_losses(upto)
         return sum(last) / len(last) if last else math.nan
 
-    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm") -> float:
+    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm", after: int = -1) -> float:
         """Relative oscillation of a block's norm ("norm", on the probe batch) or of its gradient's ("gradient")."""
-        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto)
+        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto, after)
         return relative_oscillation(norms) if len(norms) > 1 else math.nan
 
     def gradient_spread(self, upto: int | None = None) -> float:
         """Relative spread of the gradient norm after warm-up."""
-        steps, norms = self.column("train", "gradient_norm", upto)
-        after = [n for s, n in zip(steps, norms, strict=True) if s > self.config.optimizer.warmup_steps]
-        return relative_spread(after) if len(after) > 1 else math.nan
+        _, norms = self.column("train", "gradient_norm", upto, after=self.config.optimizer.warmup_steps)
+        return relative_spread(norms) if len(norms) > 1 else math.nan
 
     def throughput(self, upto: int | None = None) -> float:
-        """Median of the images per second: a pause does not count."""
+        """Median of the images per second, so that a pause does not count."""
         _, speeds = self.column("train", "images_per_second", upto)
         return median(speeds) if speeds else math.nan
 
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
-        """Seconds of training at these steps, between the records by interpolation."""
+        """Seconds of training at these steps, interpolated between records."""
         known, seconds = self.column("train", "seconds")
         if not known:
             return [math.nan] * len(steps)
         return [float(s) for s in np.interp(steps, [0, *known], [0.0, *seconds])]
 
-    def coefficients(self, last: bool = True) -> list[float]:
-        """kappa_i of the last (or the first) record that holds them, outermost skip first."""
-        for record in reversed(self.train) if last else self.train:
+    def coefficients(self) -> list[float]:
+        """kappa_i of the last record that has them, outermost skip first."""
+        for record in reversed(self.train):
             values = record.get("kappa")
             if isinstance(values, list) and values and all(map(_is_number, values)):
                 return [float(value) for value in values]
         return []
 
     def sample_grids(self) -> list[tuple[int, Path]]:
-        """Step and file of each grid drawn during training."""
-        found = (self.folder / "samples").glob("step-*.png")
-        numbers = [(path.stem.removeprefix("step-"), path) for path in found]
-        return sorted((int(number), path) for number, path in numbers if number.isdecimal())
+        """Step and file of each grid sampled during training."""
+        return list(_by_step((self.folder / SAMPLES).glob("step-*.png")).items())
 
 
-def read_run(folder: str | Path) -> RunSeries:
-    """Read a run's folder; a run without records is refused."""
+def read_run(folder: str | Path) -> Run:
+    """Read a run folder; a run without training records is an error."""
     folder = Path(folder)
-    if not (folder / "config.yaml").is_file():
-        raise FileNotFoundError(f"{folder}: is no run (it holds no config.yaml); give a folder that training wrote")
-    if not (folder / "metrics.jsonl").is_file():
-        raise FileNotFoundError(f"{folder}: has no metrics.jsonl; the run has not written a record yet")
-    read, damaged = read_events(folder)
-    records = [record for record in read if _is_sound(record)]
-    kinds = {kind: [r for r in records if r.get("kind") == kind] for kind in ("train", "probe", "start", "evaluation")}
+    config = read_config(folder)
+    if not (folder / METRICS).is_file():
+        raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
+    records, damaged = read_events(folder)
+    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": []}
+    for record in records:
+        try:
+            _check(_is_count(record["step"]))
+            kind = record.get("kind")
+            if kind == "start":
+                _check(isinstance(record.get("data"), str | None))
+            if isinstance(kind, str) and kind in kinds:
+                kinds[kind].append(_measurement(record, config.sampling) if kind == "evaluation" else record)
+        except (KeyError, TypeError, ValueError):
+            damaged += 1
     if not kinds["train"]:
-        raise ValueError(f"{folder}: metrics.jsonl holds no training record; train on, then come back")
-    return RunSeries(
-        folder,
-        from_yaml(folder / "config.yaml"),
-        kinds["train"],
-        kinds["probe"],
-        damaged + len(read) - len(records),
-        tuple(kinds["start"]),
-        tuple(record for record in kinds["evaluation"] if record["value"] is not None),
-    )
+        raise ValueError(
+            f"{folder}: {METRICS} has no training record ({damaged} damaged lines); continue the training first"
+        )
+    finite = tuple(evaluation for evaluation in kinds["evaluation"] if math.isfinite(evaluation.value))
+    return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
 
 
-def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunSeries], list[str]]:
-    """The runs of these folders, or of the folders in them, and why others were left out; no run at all is an error."""
+def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+    """The runs in these folders or right inside them, and why others were left out; no run at all is an error."""
     given = list(folders)
     if not given:
-        raise ValueError("runs: none given; name the folders that training wrote, for example runs/demo")
+        raise ValueError("runs: none given; name run folders, for example runs/demo")
     runs, refused = [], []
     for folder in dict.fromkeys(path.resolve() for item in given for path in _expanded(Path(item))):
         try:
-            runs.append(read_run(_as_given(folder)))
+            runs.append(read_run(_relative(folder)))
         except (OSError, ValueError) as error:
             refused.append(str(error))
     if not runs:
@@ -174,36 +231,63 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[RunSeries], list[str]
 
 
 def _expanded(folder: Path) -> list[Path]:
-    """The folder itself, or the runs right inside it if it is none."""
-    if folder.is_dir() and not (folder / "config.yaml").is_file():
-        inside = sorted(path.parent for path in folder.glob("*/config.yaml"))
-        return inside or [folder]
-    return [folder]
+    """The folder itself, or the runs right inside it if it is not a run."""
+    inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    return inside or [folder]
 
 
-def _as_given(folder: Path) -> Path:
-    """Relative to where the reader stands, if it lies below."""
+def _relative(folder: Path) -> Path:
+    """Relative to the current directory if it is below it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
 
 
-def _is_sound(record: Record) -> bool:
-    """Whether the fields that reports rely on are what they must be; a value of null is one that was not finite."""
-    kind = record.get("kind")
-    sound = _is_count(record["step"]) and (kind != "evaluation" or _is_sound_evaluation(record))
-    texts = [record.get(key) for key in TEXTS.get(kind, ())] if isinstance(kind, str) else []
-    return sound and all(text is None or isinstance(text, str) for text in texts)
+def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
+    found = {step: path for path in paths if (step := step_number(path.stem)) is not None}
+    return dict(sorted(found.items()))
 
 
-def _is_sound_evaluation(record: Record) -> bool:
-    value, steps, guidance = (record.get(key) for key in ("value", "sampler_steps", "guidance"))
-    return (
-        isinstance(record.get("metric"), str)
-        and ("value" in record and (value is None or _is_number(value)))
-        and (_is_count(record.get("n")) and record["n"] > 0)
-        and (steps is None or _is_count(steps))
-        and (guidance is None or _is_number(guidance))
+# ------------------------------------------------------------------------------------------------- evaluation records
+
+
+def _measurement(record: Record, run: SamplingSettings) -> Measurement:
+    """An evaluation record, checked; a value of null, which was not finite, is nan."""
+    value, n, name = record["value"], record["n"], record["metric"]
+    texts = {key: record[key] for key in ("extractor", "weights", "reference") if record.get(key) is not None}
+    _check(all(isinstance(text, str) for text in (name, *texts.values())), value is None or _is_number(value))
+    _check(_is_count(n) and n > 0)
+    metric = Metric(name, n, sampling=_sampling(record, run), **texts)
+    return Measurement(record["step"], math.nan if value is None else float(value), metric, record.get("sample_seed"))
+
+
+def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
+    """How the images were sampled: recorded under "sampling", or by older versions as flat keys.
+
+    What older records lack is the run's own setting. Settings that do not change the images keep their defaults, so that
+    they do not set two evaluations apart.
+    """
+    values = record.get("sampling")
+    if values is None:
+        values = {key: record.get(key) for key in ("sampler", "guidance", "precision")}
+        values |= {"steps": record.get("sampler_steps"), "clip": run.clip, "guidance_interval": run.guidance_interval}
+    _check(isinstance(values, dict))
+    default = asdict(SamplingSettings())
+    same = ("count", "batch_size", "compile")
+    known = default | {k: v for k, v in values.items() if k in default and k not in same and v is not None}
+    low, high = known["guidance_interval"]
+    high = math.inf if high is None else high  # JSON has no infinity
+    for key in ("sampler", "precision", "clip"):
+        _check(isinstance(known[key], type(default[key])))
+    _check(
+        _is_count(known["steps"]), _is_number(known["guidance"]), _is_number(low), high == math.inf or _is_number(high)
     )
+    guided = known["guidance"] != 1
+    return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})
+
+
+def _check(*conditions: object) -> None:
+    if not all(conditions):
+        raise ValueError("damaged record")
 
 
 def _is_count(value: Any) -> bool:
@@ -211,5 +295,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is a finite number that can be reckoned with."""
+    """True for a finite number of a plausible size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import tyro
+import yaml
+
+from scalelong.errors import did_you_mean
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["off", "default", "reduce-overhead"]
+SamplingPrecision = Literal["fp32", "bf16", "fp16"]
 OnNonFinite = Literal["raise", "skip", "rewind"]
 ConditionKind = Literal["none", "class", "text"]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is learnt from."""
+    """The training data."""
 
     name: str = "digits"  # digits, emoji32, cifar10, folder:PATH, latents:PATH, ...: see `scalelong data list`
     image_size: int | None = None  # crop and resize to this; default: the data's own size
     split: str = "train"
-    flip: bool = True  # mirror half of the images
+    flip: bool = True  # mirror images at random
     workers: int = 2  # reading processes, for sets that do not fit on the device
-    resident_mb: int = 2048  # sets up to this size live on the device as uint8
+    resident_mb: int = 2048  # data up to this size is kept on the device as uint8
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
 
@@ -47,18 +56,18 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class ScalingSettings:
-    """How the long skips are scaled; options that the method does not have are left alone."""
+    """How the long skips are scaled; options of other methods are ignored."""
 
     method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls, mp_cat, layernorm, rezero, stable_tau
     kappa: float = 0.7  # universal, cs, cs_reversed
-    allow_amplify: bool = False  # permit kappa > 1, as a control
+    allow_amplify: bool = False  # allow kappa > 1, as a control
     shared: bool = True  # ls
     reduction: int = 16  # ls
     module: str = "se"  # ls: se, ie, learnable
     activation: str = "relu"  # ls: relu, elu, mish
     axis: str = "auto"  # ls: tokens, channels
-    start: float | None = None  # ls: the value the gates open at, in (0, 1); default: 1/2
-    t: float = 0.5  # mp_cat: the skip's part
+    start: float | None = None  # ls: initial value of the gates, in (0, 1); default: 1/2
+    t: float = 0.5  # mp_cat: weight of the skip
     affine: bool = True  # layernorm: weights and biases per channel
     eps: float = 1e-6  # layernorm
     tau: float = 0.1  # stable_tau
@@ -89,17 +98,17 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """What the network is told beside the noisy image."""
+    """What the network is conditioned on."""
 
     kind: ConditionKind = "none"
-    drop: float = 0.1  # the share of samples trained without it, for guidance; 0: no null condition at all
+    drop: float = 0.1  # share of samples trained without it, for guidance; 0: no null condition
     encoder: str = ""  # text: minilm, a hub name or a folder of transformers
-    max_tokens: int = 77  # text: a caption is cut or padded to this many
+    max_tokens: int = 77  # text: captions are cut or padded to this many
 
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """How noise is added and what is predicted."""
+    """The noise process and the prediction target."""
 
     process: str = "vp"  # vp, ddpm, cosine, edm
     prediction: str = ""  # noise, x0, v; default: the process's own
@@ -107,7 +116,7 @@ class DiffusionSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant rate."""
+    """AdamW with a linear warm-up to a constant learning rate."""
 
     lr: float = 2e-4
     weight_decay: float = 0.03
@@ -118,7 +127,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How long, how large, how exact, and what is written when."""
+    """Length, batch size, precision, and when records, checkpoints and samples are written."""
 
     steps: int = 500_000
     batch_size: int = 128  # over all ranks and accumulated micro-batches
@@ -129,31 +138,38 @@ class TrainingSettings:
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 5000
-    keep: int = 2  # newest checkpoints to keep
+    keep: int = 2  # number of checkpoints to keep
     sample_every: int = 5000  # 0: never
     on_nonfinite: OnNonFinite = "raise"
-    max_nonfinite: int = 10  # skip and rewind give up after this many
-    wandb_project: str | None = None  # also log to Weights & Biases, under this project
+    max_nonfinite: int = 10  # skip and rewind stop the run after this many
+    wandb_project: str | None = None  # also log to this project of Weights & Biases
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How grids are drawn during training, and the default of `scalelong sample`."""
+    """How images are sampled: the grids of a training run, and the defaults of `scalelong sample` and `evaluate`.
 
-    sampler: str = ""  # default: the process's own
+    >>> SamplingSettings("ddim", steps=25, guidance=2.0).precision
+    'fp32'
+    """
+
+    sampler: str = ""  # ddpm, ddim, dpm++2m, dpm++3m, heun, euler_maruyama; default: the process's own
     steps: int = 0  # 0: the sampler's own
-    count: int = 64  # images in a grid
-    clip: bool = True  # clamp each guess at the image to [-1, 1]
-    guidance: float = 1.0  # classifier-free guidance; 1: none
+    count: int = 64  # number of images
+    clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
+    guidance: float = 1.0  # scale of classifier-free guidance; 1: none
     guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
+    precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
+    batch_size: int = 500
+    compile: bool = False  # compile the denoiser; pays off from some thousand images on
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The sizes of a condition, known once the data and the encoder are; checkpoints remember them."""
+    """Sizes of the condition, from the data and the text encoder; stored in checkpoints."""
 
     num_classes: int = 0
-    null_class: bool = False  # one more class, which stands for "not told"
+    null_class: bool = False  # one more class, for no condition
     class_names: tuple[str, ...] = ()
     text_tokens: int = 0
     text_dim: int = 0
@@ -161,7 +177,7 @@ class Conditioning:
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> Conditioning:
-        """What a checkpoint remembers; those of before there were conditions remember nothing."""
+        """From the state of a checkpoint; older ones lack this field."""
         known = state or {}
         return cls(**{**known, "class_names": tuple(known.get("class_names", ()))})
 
@@ -173,7 +189,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run."""
+    """All settings of a run."""
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -185,7 +201,7 @@ class RunConfig:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-# What may differ when a run is continued: it changes how long a run is or what is written, not what is computed.
+# Settings that may differ when a run is resumed: they change its length or what is written, not what is computed.
 MAY_CHANGE = frozenset(
     {
         "training.steps",
@@ -194,6 +210,9 @@ MAY_CHANGE = frozenset(
         "training.keep",
         "training.sample_every",
         "training.wandb_project",
+        "sampling.precision",
+        "sampling.batch_size",
+        "sampling.compile",
         "data.workers",
         "data.root",
     }
@@ -213,3 +232,81 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ, as key -> (old, new)."""
     before, after = dotted(old), dotted(new)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+# ------------------------------------------------------------------------------------------------------------------ YAML
+
+
+def to_yaml(config: RunConfig) -> str:
+    """All settings as YAML; `from_yaml` reads them back.
+
+    >>> print(to_yaml(RunConfig()))
+    data:
+      name: digits
+    ...
+    """
+    plain = {
+        part: {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+        for part, settings in dataclasses.asdict(config).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
+    """Read the settings of a YAML file; those it does not name are `base`'s. Errors name the key.
+
+    >>> _ = Path("mine.yaml").write_text("training: {steps: 10}")
+    >>> from_yaml("mine.yaml").training.steps
+    10
+    """
+    try:
+        content = yaml.load(Path(path).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: is not YAML: {error}") from None
+    return _merged(base or RunConfig(), content or {}, str(path))
+
+
+def _merged(base: RunConfig, changes: Any, where: str) -> RunConfig:
+    """`base` with nested changes such as {"training": {"steps": 10}}; tyro converts the values, as on the command line."""
+    known, values = dotted(base), {}
+    parts = [part.name for part in dataclasses.fields(base)]
+    for part, settings in _mapping(changes, where).items():
+        if part not in parts:
+            raise ValueError(f"{where}: unknown key {part!r}; {did_you_mean(part, parts)}remove it or correct its name")
+        for name, value in _mapping(settings, f"{where}: {part}").items():
+            key = f"{part}.{name}"
+            if key not in known:
+                raise ValueError(
+                    f"{where}: unknown key {key!r}; {did_you_mean(key, known)}remove it or correct its name"
+                )
+            values[key] = value
+    if (config := _parsed(base, values)) is not None:
+        return config
+    key, value = next((key, value) for key, value in values.items() if _parsed(base, {key: value}) is None)
+    part, _, name = key.partition(".")
+    hint = typing.get_type_hints(type(getattr(base, part)))[name]
+    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    if typing.get_origin(hint) is Literal:
+        expected = f"one of {', '.join(typing.get_args(hint))}"
+    raise ValueError(f"{where}: {key}: must be {expected}, got {value!r}")
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: must hold keys and values, got {value!r}")
+    return value
+
+
+def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
+    """`base` with the values of these dotted keys; None if one cannot be converted."""
+    arguments, known = [], dotted(base)
+    for key, value in values.items():
+        if isinstance(known[key], str) and not isinstance(value, str):
+            return None  # as text, null and numbers would pass for names
+        arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
+    try:
+        return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
+    except SystemExit:
+        return None

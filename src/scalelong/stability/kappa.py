@@ -172,12 +172,11 @@ def squared_norms(values: _Values, objective: Objective, samples: int, seed: int
         index = torch.arange(start, min(start + _CHUNK, samples))
         x0 = values.rows(index)
         t, noise = draw_time_and_noise(process, seed, index, (x0.shape[1],))
-        alpha, sigma = (value.double()[:, None] for value in process.marginal(t))
-        p, q = objective.target_weights(alpha, sigma)
-        noise = noise.double()
-        x_t = process.input_scale(t).double()[:, None] * (alpha * x0 + sigma * noise)
+        x_t, alpha, sigma = process.diffuse(x0, noise.double(), t)
+        p, q = objective.target_weights(alpha.double(), sigma.double())
+        x, _ = process.network_input(x_t, t)
         targets.append((p * x0 + q * noise).square().sum(1))
-        inputs.append(x_t.square().sum(1))
+        inputs.append(x.double().square().sum(1))
     target, given = torch.cat(targets), torch.cat(inputs)
     if not (target / given).isfinite().all():
         raise ValueError("data: an input x_t is exactly zero, so the ratio has no mean; leave out empty images")
@@ -223,7 +222,8 @@ class _Values:
     def rows(self, index: Tensor) -> Tensor:
         """(B, m) float64 of the samples at these indices, in the order of training."""
         if isinstance(self.data, Source):
-            stored = self.data.read_many(self.data.order(self.seed, index).tolist())
+            items = sample_to_item(self.seed, len(self.data), index, self.data.window)
+            stored = self.data.read_many(items.tolist())
             values = self.data.prepare(stored, self.seed, index, None)
         else:
             values = self.data[sample_to_item(self.seed, len(self.data), index)]

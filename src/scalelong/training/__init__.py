@@ -1,14 +1,15 @@
-"""Training: configuration, the step, the loop, checkpoints."""
+"""Training: settings, the step, the loop, checkpoints, and sampling from a trained run."""
 
 from scalelong.runs.events import read_events
 from scalelong.runs.presets import PRESETS, get_preset
-from scalelong.runs.settings import RunConfig
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.runs.settings import RunConfig, from_yaml, to_yaml
 from scalelong.training.loop import Trainer, train
 from scalelong.training.nonfinite import NonFiniteError
-from scalelong.training.run import TrainedRun, load_run
+from scalelong.training.run import TrainedRun, load_run, sample_batches, sample_images
+from scalelong.training.step import EMA
 
 __all__ = [
+    "EMA",
     "PRESETS",
     "NonFiniteError",
     "RunConfig",
@@ -18,6 +19,8 @@ __all__ = [
     "get_preset",
     "load_run",
     "read_events",
+    "sample_batches",
+    "sample_images",
     "to_yaml",
     "train",
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +17,10 @@ from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import small_autoencoder
 from scalelong.data import Source, make_loader, to_uint8
-from scalelong.data.grid import save_grid
+from scalelong.data.images import save_grid
+from scalelong.files import atomic_folder
 from scalelong.random import normal
-from scalelong.runs.events import METRICS
+from scalelong.runs import METRICS
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"
@@ -53,11 +53,11 @@ class AutoencoderSettings:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it."""
+    """A trained autoencoder."""
 
     folder: Path
     parameters: int
-    psnr: float  # decibels, over `count` images, latents at their mean
+    psnr: float  # dB over `count` images, from the latents' means
     scale: float
     count: int
 
@@ -65,27 +65,24 @@ class Trained:
 def train_autoencoder(
     source: Source, folder: str | Path, settings: AutoencoderSettings, device: str | torch.device = "cpu"
 ) -> Trained:
-    """Train on a source and write the folder (`save_pretrained`, settings, metrics, a grid), whole or not at all."""
+    """Train on a source and write the folder atomically: the model (`save_pretrained`), settings, metrics, a grid.
+
+    >>> from scalelong.data import load_source
+    >>> settings = AutoencoderSettings(widths=(8, 8), steps=2, batch_size=4)
+    >>> train_autoencoder(load_source("digits"), "autoencoder", settings).count
+    512
+    """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out: {folder} is there already; choose another folder, or remove it")
+        raise ValueError(f"out: {folder} exists and is not empty; choose another folder, or remove it")
     with seeded(settings.seed):
         model = small_autoencoder(
             source.shape[0], settings.widths, settings.latent_channels, settings.layers, source.shape[1]
         )
     model.to(device)
-    staged = folder.parent / f".{folder.name}-staged"
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as staged:
         _train(model, source, settings, staged, torch.device(device))
-        trained = _finish(model, source, settings, staged, folder, torch.device(device))
-        if folder.is_dir():
-            folder.rmdir()
-        staged.replace(folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-    return trained
+        return _finish(model, source, settings, staged, folder, torch.device(device))
 
 
 def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Path, device: torch.device) -> None:
@@ -132,7 +129,7 @@ def _rate(step: int, steps: int) -> float:
 def _finish(
     model: Any, source: Source, settings: AutoencoderSettings, staged: Path, folder: Path, device: torch.device
 ) -> Trained:
-    """Measure, fix the scaling factor so that latents have unit variance, and write."""
+    """Measure, set the scaling factor so that latents have unit variance, and write."""
     model.eval().requires_grad_(False)
     count = min(len(source), 512)
     index = torch.arange(count)
@@ -147,14 +144,14 @@ def _finish(
     model.register_to_config(scaling_factor=scale)
     model.save_pretrained(staged)
     psnr = 10 * math.log10(4.0 / max(error / count, 1e-12))
-    found = {"source": source.name, "fingerprint": source.fingerprint, "psnr": psnr, "images": count}
-    (staged / SETTINGS).write_text(json.dumps({**asdict(settings), **found}, indent=1) + "\n")
+    measured = {"source": source.name, "fingerprint": source.fingerprint, "psnr": psnr, "images": count}
+    (staged / SETTINGS).write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
     save_grid(_side_by_side(images, torch.cat(decoded)), staged / GRID, columns=8)
     return Trained(folder, sum(p.numel() for p in model.parameters()), psnr, scale, count)
 
 
 def _side_by_side(images: Tensor, decoded: Tensor, rows: int = 3) -> Tensor:
-    """Rows of 8 originals, each above the row of their reconstructions; evenly spread over the images."""
+    """Rows of 8 originals, each above the row of its reconstructions, evenly spaced over the images."""
     n = min(len(images), 8 * rows) // 8 * 8 or len(images)
     chosen = torch.linspace(0, len(images) - 1, n).long()
     pairs = [torch.cat([images[part], decoded[part]]) for part in torch.split(chosen, 8)]

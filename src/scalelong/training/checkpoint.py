@@ -1,11 +1,12 @@
-"""Checkpoints that are whole or not there: tensors in safetensors, the rest in JSON, a manifest of hashes written last.
+"""A run's folder on disk: claimed by one process, with checkpoints that are complete or absent.
 
-A checkpoint is staged beside its place, synced to disk and renamed; whatever is killed, a folder called step-* is complete.
-Nothing is ever unpickled.
+A checkpoint is safetensors, JSON and a manifest of hashes, staged, synced and renamed: a folder called step-* is complete
+whatever was killed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -13,17 +14,20 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from scalelong.data.cache import file_digest
+from scalelong.files import atomic_folder, file_digest, write_text
+from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name
+from scalelong.runs.events import CHECKPOINT_KIND, read_events
+from scalelong.runs.reader import checkpoints, is_run
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 
 
@@ -33,45 +37,27 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is stored: named groups of tensors (model, ema, optimizer) and plain values."""
+    """Named groups of tensors (model, ema, optimizer) and plain values."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
 
 
 def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write checkpoints/step-N and drop all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{step:08d}"
-    staged = folder / f".staged-{final.name}"
-    for left in folder.glob(".*-step-*"):  # by a process that was killed
+    """Write folder/step-N and remove all but the newest `keep`."""
+    for left in folder.glob(".*step-*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    staged.mkdir()
-    try:
+    home = folder / step_name(step)
+    with atomic_folder(home) as files:
         for name, tensors in checkpoint.tensors.items():
-            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, _file(staged, name))
-        (staged / STATE).write_text(json.dumps(dict(checkpoint.state)) + "\n")
-        hashes = {file.name: file_digest(file, "sha256") for file in sorted(staged.iterdir())}
-        (staged / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
-        for file in staged.iterdir():
-            _sync(file)
-        _sync(staged)
-        if final.exists():
-            _drop(final)
-        staged.replace(final)
-        _sync(folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+            stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
+            save_file(stored, files / f"{name}.safetensors")
+        (files / STATE).write_text(json.dumps(dict(checkpoint.state)) + "\n")
+        hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
+        (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
     for old in list_checkpoints(folder)[:-keep]:
-        _drop(old)
-    return final
-
-
-def _drop(path: Path) -> None:
-    """Remove a checkpoint; killed on the way, it is none any more."""
-    dropped = path.rename(path.with_name(f".dropped-{path.name}"))
-    shutil.rmtree(dropped)
+        shutil.rmtree(old.rename(old.with_name(f".dropped-{old.name}")))
+    return home
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -80,32 +66,31 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, only: tuple[str, ...] | None = None) -> Checkpoint:
-    """Read a checkpoint (some of its groups) back, its hashes verified first."""
+    """Read a checkpoint, or some of its groups, after verifying its hashes."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint; remove that folder")
     hashes = json.loads(manifest.read_text())
     wanted = [name for name in hashes if only is None or name == STATE or Path(name).stem in only]
     for name in wanted:
-        if not (path / name).is_file() or file_digest(path / name, "sha256") != hashes[name]:
+        if not (path / name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
     tensors = {Path(name).stem: load_file(path / name) for name in wanted if name.endswith(".safetensors")}
     return Checkpoint(tensors, json.loads((path / STATE).read_text()))
 
 
 def load_newest(folder: Path) -> tuple[Path, Checkpoint] | None:
-    """The newest checkpoint that is whole, with a warning for each damaged one passed over; None if there never was one.
+    """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all.
 
-    If there are checkpoints and all are damaged this is an error: a run must not start afresh unasked.
+    It is an error if all are damaged: a run does not start afresh unasked.
     """
-    found = list_checkpoints(folder)
     damaged = []
-    for path in reversed(found):
+    for path in reversed(list_checkpoints(folder)):
         try:
             return path, load_checkpoint(path)
         except (CheckpointError, OSError, ValueError) as error:
             damaged.append(str(error))
-            logger.warning("checkpoint passed over: %s", error)
+            logger.warning("checkpoint skipped: %s", error)
     if damaged:
         raise CheckpointError(
             f"{folder}: no checkpoint is usable: {'; '.join(damaged)}; remove the run's folder to start afresh"
@@ -113,18 +98,15 @@ def load_newest(folder: Path) -> tuple[Path, Checkpoint] | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------- the optimizer as named tensors
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """AdamW's state as `name/exp_avg` and so on; the parameters are named in the optimizer's order."""
-    state = optimizer.state_dict()["state"]
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's state as `parameter/exp_avg` and so on."""
+    names, state = [name for name, _ in model.named_parameters()], optimizer.state_dict()["state"]
     return {f"{names[i]}/{key}": value for i, entries in state.items() for key, value in entries.items()}
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`; the settings (rate, betas) stay the optimizer's own."""
-    position = {name: i for i, name in enumerate(names)}
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`; rate and betas stay the optimizer's own."""
+    position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
@@ -132,14 +114,61 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
+def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:
+    """Lock `folder` for this run, or raise before any work: another configuration or process, no permission, no space.
 
-
-def _sync(path: Path) -> None:
-    """Make sure that a file's content, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    The returned file keeps other processes out until it is closed or the process ends.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    if is_run(folder):
+        _check_same_settings(folder, config)
+    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(f"out: cannot create {folder}: {error.strerror}; choose a writable folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"out: no permission to write to {folder}; choose another folder")
+    needed, free = checkpoint_bytes * (config.training.keep + 1), shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"out: {folder} has {free / 1e9:.1f} GB free; {config.training.keep} checkpoints and one being written need "
+            f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
+        )
+    lock = _lock_folder(folder)
+    if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
+        write_text(folder / CONFIG, to_yaml(config))
+    return lock
+
+
+def check_never_saved(folder: Path) -> None:
+    """Raise if a run without checkpoints once wrote some: a lost checkpoint must not go unnoticed."""
+    if not (folder / METRICS).is_file():
+        return
+    saved = [record["step"] for record in read_events(folder)[0] if record.get("kind") == CHECKPOINT_KIND]
+    if saved:
+        raise CheckpointError(
+            f"{folder / CHECKPOINTS}: the run wrote checkpoints up to step {max(saved)}, but they are missing; put them "
+            "back, or remove the run's folder to start afresh"
+        )
+
+
+def _lock_folder(folder: Path) -> IO[str]:
+    handle = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
+    return handle
+
+
+def _check_same_settings(folder: Path, config: RunConfig) -> None:
+    if not (folder / METRICS).is_file() and not checkpoints(folder):
+        return  # the run never started
+    changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
+    if changed:
+        lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
+        raise ValueError(f"out: {folder} holds a run of another configuration:\n{lines}\nchoose another folder")

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from scalelong import skips
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import Shape
-from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.data import Shape
+from scalelong.runs import CONFIG
+from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings, from_yaml, to_yaml
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError
 
-INDEX = "model_index.json"  # diffusers' names, except the next two
+INDEX = "model_index.json"  # diffusers' names, except the next one
 DESCRIPTION = "scalelong_run.json"
-CONFIG = "config.yaml"
 DENOISER = "unet"
 AUTOENCODER = "vae"
 UVIT_PREFIX = "uvit."

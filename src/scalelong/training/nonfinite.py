@@ -1,70 +1,65 @@
-"""Non-finite losses and gradients: found before the update, on every rank, and named."""
+"""Non-finite losses and gradients: found before the update, on every rank, and reported."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
+
 
 class NonFiniteError(RuntimeError):
-    """Training met a loss or gradient that is not a number; the weights are those before the update."""
+    """A loss or gradient is not finite; the weights are those before the update."""
 
 
-@dataclass(frozen=True)
-class Suspects:
-    """The samples of a bad step whose loss is not finite, on one rank."""
-
-    indices: list[int]
-    times: list[float]
-
-
-def find_suspects(losses: Tensor, index: Tensor, t: Tensor) -> Suspects:
-    """Which samples (B,) have a non-finite loss, and at which t."""
+def find_suspects(losses: Tensor, index: Tensor, t: Tensor) -> list[Suspect]:
+    """The samples (B,) of one rank whose loss is not finite."""
     bad = ~torch.isfinite(losses)
-    return Suspects(index[bad].tolist(), t[bad].double().tolist())
+    return list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))
 
 
-def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspects]) -> str:
+def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
     """One sentence: the step, what is not finite, the samples and their t."""
     what = "loss" if not math.isfinite(loss) else "gradient"
-    indices = [index for part in suspects for index in part.indices]
-    times = [round(t, 4) for part in suspects for t in part.times]
-    shown = f"samples {indices[:8]} at t = {times[:8]}" if indices else "no single sample (every loss is finite)"
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
+    shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
+    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
     return f"step {step}: the {what} is not finite (loss {loss}, gradient norm {gradient_norm}); {shown}{more}"
 
 
+@dataclass
 class Guard:
-    """Decides what happens at a non-finite step, and gives up after too many."""
+    """The policy at non-finite steps: raise, skip or rewind, up to `most` times."""
 
-    def __init__(self, policy: str, most: int) -> None:
-        self.policy, self.most = policy, most
-        self.skipped: list[int] = []  # steps whose update was left out
-        self.avoid: set[int] = set()  # steps to leave out when they come again after a rewind
-        self.rewinds = 0
+    policy: str
+    most: int
+    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped
+    avoid: set[int] = field(default_factory=set)  # steps to skip when they come again after a rewind
+    rewinds: int = 0
 
     def judge(self, step: int, sentence: str) -> str:
-        """ "skip" or "rewind" at a step that just went wrong, or a NonFiniteError."""
+        """ "skip" or "rewind" for a non-finite step, or a NonFiniteError."""
         if self.policy == "raise":
             raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
         if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
             raise NonFiniteError(f"{sentence}; this is more than training.max_nonfinite = {self.most} such steps")
         if self.policy == "skip":
             self.skipped.append(step)
-            return "skip"
-        self.rewinds += 1
-        self.avoid.add(step)
-        return "rewind"
+        else:
+            self.rewinds += 1
+            self.avoid.add(step)
+        return self.policy
 
-    def state(self) -> dict[str, object]:
-        """What a checkpoint keeps."""
+    def state(self) -> dict[str, Any]:
+        """The values for a checkpoint."""
         return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds}
 
-    def restore(self, state: dict[str, object]) -> None:
-        """Take up where a checkpoint stood."""
-        self.skipped = list(state["skipped"])  # type: ignore[call-overload]
-        self.avoid |= set(state["avoid"])  # type: ignore[call-overload]
-        self.rewinds = max(self.rewinds, int(state["rewinds"]))  # type: ignore[call-overload]
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; rewinds since that checkpoint stay counted."""
+        self.skipped = list(state["skipped"])
+        self.avoid |= set(state["avoid"])
+        self.rewinds = max(self.rewinds, state["rewinds"])

@@ -1,103 +1,36 @@
-"""A run as a folder: what may be written where, and how a trained model is read back."""
+"""Load a trained run and sample images from it.
+
+Image i is a function of (seed, i), whatever the batch size and the number of ranks, up to the rounding of kernels that
+depend on the batch size. Shapes: N images uint8 (N, C, H, W), B in a batch.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from tqdm import tqdm
 
-from scalelong.data.base import Shape
-from scalelong.data.images import to_uint8
-from scalelong.diffusion import Objective
-from scalelong.runs.events import CHECKPOINT_KIND, METRICS, read_events
-from scalelong.runs.settings import MAY_CHANGE, Conditioning, RunConfig, differences
-from scalelong.runs.yaml_file import from_yaml, to_yaml
+from scalelong.backbones import as_network, fused
+from scalelong.data import Shape, to_uint8
+from scalelong.diffusion import Network, Objective, resolve_sampling, sample
+from scalelong.runs.reader import checkpoints, read_config
+from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
-from scalelong.training.checkpoint import CheckpointError, list_checkpoints, load_checkpoint
+from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
-
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
-SAMPLES = "samples"
-LOCK = ".lock"
-
-
-def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:
-    """Make `folder` this run's, or refuse before any work: another configuration, another process, no permission, no space.
-
-    What is returned keeps other processes out until it is closed or the process dies.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out: {folder} is a file; choose a folder")
-    if (folder / CONFIG).is_file():
-        _check_same(folder, config)
-    elif folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
-        raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PermissionError(
-            f"out: cannot make {folder}: {error.strerror}; choose a folder you may write to"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"out: no permission to write to {folder}; choose another folder")
-    needed = checkpoint_bytes * (config.training.keep + 1)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            f"out: {folder} has {free / 1e9:.1f} GB free; {config.training.keep} checkpoints and one being written need "
-            f"{needed / 1e9:.1f} GB; free some space, or choose another disk"
-        )
-    lock = _lock_folder(folder)
-    reached = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / CHECKPOINTS)]
-    if config.training.steps >= max(reached, default=0):  # else it is complete, and stays what it is
-        staged = folder / f".{CONFIG}"
-        staged.write_text(to_yaml(config))
-        staged.replace(folder / CONFIG)
-    return lock
-
-
-def _lock_folder(folder: Path) -> IO[str]:
-    handle = (folder / LOCK).open("w")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
-    return handle
-
-
-def check_never_saved(folder: Path) -> None:
-    """A run without checkpoints may start at step 0 only if it never wrote one: a missing one must not go unnoticed."""
-    if not (folder / METRICS).is_file():
-        return
-    saved = [record["step"] for record in read_events(folder)[0] if record.get("kind") == CHECKPOINT_KIND]
-    if saved:
-        raise CheckpointError(
-            f"{folder / CHECKPOINTS}: the run wrote checkpoints up to step {max(saved)}, but none is there; put them back, "
-            "or remove the run's folder to start afresh"
-        )
-
-
-def _check_same(folder: Path, config: RunConfig) -> None:
-    if not (folder / METRICS).is_file() and not list_checkpoints(folder / CHECKPOINTS):
-        return  # it never began
-    changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
-    if changed:
-        lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
-        raise ValueError(f"out: {folder} holds a run of another configuration:\n{lines}\nchoose another folder")
+from scalelong.training.step import DTYPES, autocast
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model and what is needed to draw from it."""
+    """A trained model and what sampling from it needs."""
 
     folder: Path
     config: RunConfig
@@ -105,8 +38,8 @@ class TrainedRun:
     objective: Objective
     shape: Shape
     step: int
-    sizes: Conditioning = field(default_factory=Conditioning)  # of what the network is told
-    data: str = ""  # fingerprint of what it was trained on
+    conditioning: Conditioning = field(default_factory=Conditioning)
+    data: str = ""  # fingerprint of the training data
     weights: str = "ema"  # averaged, or "model": as trained
 
 
@@ -115,55 +48,145 @@ def load_run(
 ) -> TrainedRun:
     """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint.
 
-    A pipeline that `scalelong export --format diffusers` wrote is a run too, of the one model that it holds.
+    A folder that `scalelong export --format diffusers` wrote is a run, too, with the one model that it holds.
+
+    >>> from dataclasses import replace
+    >>> from scalelong.training import get_preset, train
+    >>> preset = get_preset("digits-demo")
+    >>> short = replace(preset.training, steps=1, sample_every=0)
+    >>> load_run(train(replace(preset, training=short), "short-run")).step
+    1
     """
     folder = Path(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {device} is asked for, but torch sees no GPU here; use cpu")
+        raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
     if is_exported(folder):
         return _load_exported(folder, weights, step, device)
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(
-            f"{folder}: is no run (it holds no {CONFIG}); give the folder that scalelong train wrote"
-        )
+    config = read_config(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
-    found = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder / CHECKPOINTS)}
+    found = checkpoints(folder)
     if not found and (folder / SCALING_NAME).is_file():
         raise CheckpointError(
-            f"{folder}: holds weights for scalelong.load, and no run; draw from the run itself, or from what "
+            f"{folder}: holds weights for scalelong.load and is not a run folder; give the run itself, or what "
             "scalelong export --format diffusers writes"
         )
     if not found:
-        raise CheckpointError(f"{folder}: holds no checkpoint yet; the run has not reached its first")
+        raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
-    chosen = max(found) if step is None else step
-    checkpoint = load_checkpoint(found[chosen], only=(weights,))
-    config = from_yaml(folder / CONFIG)
+    step = max(found) if step is None else step
+    checkpoint = load_checkpoint(found[step], only=(weights,))
     channels, height, width = checkpoint.state["shape"]
-    sizes = Conditioning.from_state(checkpoint.state.get("condition"))
-    model = build_model(config, (channels, height, width), sizes)
+    conditioning = Conditioning.from_state(checkpoint.state.get("condition"))
+    model = build_model(config, (channels, height, width), conditioning)
     model.load_state_dict(checkpoint.tensors[weights])
     model.to(device).eval().requires_grad_(False)
-    shape, data = (channels, height, width), checkpoint.state["data"]
-    return TrainedRun(folder, config, model, build_objective(config), shape, chosen, sizes, data, weights)
-
-
-def pixels_of(run: TrainedRun, device: torch.device) -> ToPixels:
-    """How what the run draws becomes images; an export of a model of latents has its autoencoder in the folder."""
-    autoencoder = exported_autoencoder(run.folder, device)
-    if autoencoder is not None:
-        return lambda latents: to_uint8(autoencoder.decode(latents))
-    return build_pixels(run.config, device, run.data)
+    about = ((channels, height, width), step, conditioning, checkpoint.state["data"], weights)
+    return TrainedRun(folder, config, model, build_objective(config), *about)
 
 
 def _load_exported(folder: Path, weights: str, step: int | None, device: str | torch.device) -> TrainedRun:
     config, found, model = read_exported(folder)
     if weights == "model" and found.weights != "model":
-        raise ValueError(f"weights: {folder} holds the averaged ones only; the run itself holds those as trained")
+        raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
         raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
     model.to(device).eval().requires_grad_(False)
     about = (found.shape, found.step, found.condition, found.data, found.weights)
     return TrainedRun(folder, config, model, build_objective(config), *about)
+
+
+def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
+    """The function from samples of the run to uint8 images; loads the autoencoder of a run on latents."""
+    autoencoder = exported_autoencoder(run.folder, device)
+    if autoencoder is None:
+        return build_pixels(run.config, device, run.data)
+    return lambda latents: to_uint8(autoencoder.decode(latents))
+
+
+def sample_images(
+    objective: Objective, net: Network, shape: Shape, settings: SamplingSettings, **options: Any
+) -> Tensor:
+    """All images at once, uint8 (N, C, H, W) on the CPU; the options are those of `sample_batches`.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> settings = SamplingSettings("ddim", steps=5, count=3)
+    >>> sample_images(Objective(VPSDE(), "x0"), lambda x, time: 0 * x, (1, 8, 8), settings).shape
+    torch.Size([3, 1, 8, 8])
+    """
+    batches = list(sample_batches(objective, net, shape, settings, **options))
+    return torch.cat(batches) if batches else torch.empty((0, *shape), dtype=torch.uint8)
+
+
+def sample_batches(
+    objective: Objective,
+    net: Network,
+    shape: Shape,  # (C, H, W) of one sample
+    settings: SamplingSettings,
+    *,
+    indices: Sequence[int] | None = None,  # default: 0 .. settings.count - 1
+    seed: int = 0,
+    condition: Callable[[Tensor], Mapping[str, Any]] | None = None,  # indices (B,) -> arguments of the network
+    null: Mapping[str, Tensor] | None = None,  # the null condition of one sample, for guidance
+    to_pixels: ToPixels = to_uint8,
+    device: str | torch.device | None = None,  # default: that of the network's parameters
+    progress: bool = True,
+) -> Iterator[Tensor]:
+    """Batches of uint8 images on the CPU, in the order of their indices."""
+    settings = resolve_sampling(settings, objective.process)
+    chosen = torch.as_tensor(range(settings.count) if indices is None else indices, dtype=torch.int64)
+    if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):
+        raise ValueError(f"indices: must be a list of numbers >= 0, got {indices!r}")
+    module: nn.Module | None = net if isinstance(net, nn.Module) else getattr(net, "model", None)
+    if device is None:
+        parameter = next(module.parameters(), None) if module is not None else None
+        device = "cpu" if parameter is None else parameter.device
+    device = torch.device(device)
+    if settings.compile and module is not None:
+        net = as_network(torch.compile(module))  # type: ignore[arg-type]
+    context = autocast(device, DTYPES[settings.precision])
+    fast = device.type == "cuda" and settings.precision != "fp32"
+
+    def make(index: Tensor) -> Tensor:
+        with evaluating(module), context, fused.inference(module, enabled=fast):
+            given = condition(index) if condition else {}
+            return sample(objective, net, (seed, index, shape), settings, null=null, **given)
+
+    return _batches(make, to_pixels, chosen, settings.batch_size, device, progress)
+
+
+def _batches(
+    make: Callable[[Tensor], Tensor],
+    to_pixels: ToPixels,
+    indices: Tensor,
+    batch_size: int,
+    device: torch.device,
+    progress: bool,
+) -> Iterator[Tensor]:
+    size = min(batch_size, len(indices))
+    with tqdm(total=len(indices), desc="sample", unit="img", disable=None if progress else True) as bar:
+        for index in torch.split(indices, size) if size else ():
+            padded = torch.cat([index, index[-1:].expand(size - len(index))])  # one shape for compiled networks
+            images = make(padded.to(device))[: len(index)]
+            good = images.flatten(1).isfinite().all(dim=1).cpu()
+            if not good.all():
+                raise ValueError(
+                    f"sampling: {int((~good).sum())} of {len(good)} images are not finite, the first is image "
+                    f"{int(index[~good][0])}; the network has diverged, or its precision is too low for the sampler"
+                )
+            yield to_pixels(images).cpu()
+            bar.update(len(index))
+
+
+@contextmanager
+def evaluating(module: nn.Module | None) -> Iterator[None]:
+    """Eval mode inside (dropout and the like are off); every submodule's mode is restored afterwards."""
+    training = [part for part in module.modules() if part.training] if module is not None else []
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,10 +1,18 @@
-"""One optimizer step: forward, backward, and the update if all is finite."""
+"""One optimizer step: forward, backward, update where all gradients are finite, average.
+
+pending = stepper.compute(step, batches)   # gradients
+stepper.update(pending)                    # AdamW
+ema.update(step)                           # averaged weights
+stepper.clear()
+result = pending.read()                    # loss and gradient norm; waits for the device
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,48 +22,12 @@ from torch import Tensor, nn
 
 from scalelong.backbones import as_network
 from scalelong.data import Batch
-from scalelong.diffusion import Objective, draw_time_and_noise
+from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
-from scalelong.training.nonfinite import Suspects, find_suspects
+from scalelong.training.nonfinite import Suspect, find_suspects
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step found."""
-
-    loss: float
-    gradient_norm: float
-    stop: bool  # some rank was asked to stop
-    overflow: bool  # fp16 only: the loss scale was too high, which is no fault of the run
-    suspects: list[Suspects]
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.overflow)
-
-
-class Pending:
-    """A step's numbers on their way from the device: reading them waits for the device, so it is done a step later."""
-
-    def __init__(self, values: Tensor, scaled: bool, losses: Tensor, index: Tensor, t: Tensor) -> None:
-        self.values, self.scaled = values, scaled
-        self._samples = (losses, index, t)
-        self.sound = torch.isfinite(values).all()  # on the device: decides there whether the update happens
-        self._host = values.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def read(self, world_size: int) -> StepResult:
-        """Wait for the numbers."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss, stops, gradient_norm = self._host.tolist()
-        overflow = self.scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
-        sound = math.isfinite(loss) and (math.isfinite(gradient_norm) or overflow)
-        suspects = [] if sound else _gather(find_suspects(*self._samples), world_size)
-        return StepResult(loss, gradient_norm, stops > 0, overflow, suspects)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stepper:
@@ -67,11 +39,11 @@ class Stepper:
         model: nn.Module,
         objective: Objective,
         device: torch.device,
-        world_size: int,
-        condition: Condition | None = None,  # None: the network is told nothing
+        world_size: int = 1,
+        condition: Condition | None = None,  # None: unconditional
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
-        self.condition = condition or Condition(device)
+        self.condition_of = condition.for_batch if condition and condition.name else _no_condition
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -80,90 +52,162 @@ class Stepper:
             weight_decay=config.optimizer.weight_decay,
             fused=device.type == "cuda",
         )
-        self.precision = resolve_precision(config, device)
+        self.dtype = resolve_precision(config, device)
+        self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
-        self.wrapped: Any = model
+        self.no_sync: Any = nullcontext
+        wrapped: Any = model
         if world_size > 1:
-            self.wrapped = nn.parallel.DistributedDataParallel(
-                model, device_ids=[device.index] if device.type == "cuda" else None
-            )
-        if config.training.compile != "off":
-            mode = None if config.training.compile == "default" else config.training.compile
-            self.wrapped = torch.compile(self.wrapped, mode=mode)
-        self.net = as_network(self.wrapped)
+            device_ids = [device.index] if device.type == "cuda" else None
+            wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
+            self.no_sync = wrapped.no_sync
+        self.net = _compiled(wrapped, config.training.compile)
 
-    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool) -> Pending:
-        """Gradients of step `step` (from 1) over all ranks' micro-batches."""
+    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool = False) -> Pending:
+        """Gradients of step `step` (from 1) over the micro-batches of all ranks; `stop`: this rank was asked to stop."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
-        parts = self.config.training.accumulate
+        seed, parts = self.config.training.seed, self.config.training.accumulate
         losses, indices, times = [], [], []
-        for part, batch in enumerate(micro_batches):
-            with self._sync_only_at(part == parts - 1), self._autocast():
-                t, noise = draw_time_and_noise(
-                    self.objective.process, self.config.training.seed, batch.index, batch.images.shape[1:]
-                )
-                given = self.condition.of_batch(batch)
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                loss = self.objective.loss(self.net, batch.images, noise, t, **given)
-            with self._sync_only_at(part == parts - 1):
+        for part, batch in enumerate(micro_batches, start=1):
+            t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, batch.images.shape[1:])
+            condition = self.condition_of(batch)
+            with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
+                with self.autocast:
+                    loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             indices.append(batch.index)
             times.append(t)
-        return self._pending(torch.cat(losses), torch.cat(indices), torch.cat(times), stop)
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
+        samples = torch.cat(losses), torch.cat(indices), torch.cat(times)
+        shared = torch.stack([samples[0].mean() / self.world_size, torch.full((), float(stop), device=self.device)])
+        if self.world_size > 1:
+            dist.all_reduce(shared)
+        return Pending(torch.cat([shared, norm.reshape(1)]), samples, self.scaler.is_enabled(), self.world_size)
 
     def update(self, pending: Pending) -> None:
-        """Apply the gradients that `compute` found, unless they are not finite; no waiting for the device."""
+        """Apply the gradients unless they are not finite; does not wait for the device."""
         if self.scaler.is_enabled():
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.device.type == "cuda":
-            self.optimizer.found_inf = (~pending.sound).float()  # type: ignore[attr-defined]  # fused AdamW reads it
+            self.optimizer.found_inf = (~pending.finite).float()  # type: ignore[attr-defined]  # fused AdamW reads it
             self.optimizer.step()
-        elif pending.sound:
+        elif pending.finite:
             self.optimizer.step()
 
-    def leave_out(self) -> None:
-        """Go on without applying the gradients that `compute` found: the next ones may be unscaled again."""
+    def discard(self) -> None:
+        """Drop the gradients without applying them; afterwards `compute` may unscale again."""
         if self.scaler.is_enabled():
             state = self.scaler.state_dict()
             self.scaler = self._make_scaler()
             self.scaler.load_state_dict(state)
-
-    def _make_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
+        self.clear()
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _pending(self, losses: Tensor, index: Tensor, t: Tensor, stop: bool) -> Pending:
-        self.scaler.unscale_(self.optimizer)
-        limit = self.config.optimizer.clip_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        stops = torch.full((), float(stop), device=self.device)
-        shared = torch.stack([losses.mean() / self.world_size, stops])
-        if self.world_size > 1:
-            dist.all_reduce(shared)
-        return Pending(torch.cat([shared, norm.reshape(1)]), self.scaler.is_enabled(), losses, index, t)
-
-    def _sync_only_at(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """DDP averages gradients once per step, at the last micro-batch."""
-        ddp = getattr(self.wrapped, "_orig_mod", self.wrapped)
-        return contextlib.nullcontext() if last or self.world_size == 1 else ddp.no_sync()
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self.precision != torch.float32
-        return torch.autocast(self.device.type, dtype=self.precision, enabled=enabled)
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
 
 
-def _gather(mine: Suspects, world_size: int) -> list[Suspects]:
-    if world_size == 1:
-        return [mine]
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
-    return everyone
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of one step."""
+
+    loss: float
+    gradient_norm: float
+    stop: bool  # some rank was asked to stop
+    overflow: bool  # fp16 only: the loss scale was too high, which is normal
+    suspects: list[Suspect]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.overflow)
+
+
+class Pending:
+    """A step's numbers on their way to the host; reading them waits for the device, so the loop does it a step later."""
+
+    def __init__(self, values: Tensor, samples: tuple[Tensor, Tensor, Tensor], scaled: bool, world_size: int) -> None:
+        self.finite = torch.isfinite(values).all()  # on the device: decides there whether the update happens
+        self._samples, self._scaled, self._world_size = samples, scaled, world_size
+        self._host = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> StepResult:
+        """Wait for the numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, stops, gradient_norm = self._host.tolist()
+        overflow = self._scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
+        result = StepResult(loss, gradient_norm, stops > 0, overflow, suspects=[])
+        if not result.finite:
+            result.suspects.extend(_all_ranks(find_suspects(*self._samples), self._world_size))
+        return result
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last record."""
+
+    loss: float = 0.0
+    gradient_norm: float = 0.0
+    gradient_norm_max: float = 0.0
+    count: int = 0
+    since: float = 0.0  # seconds of the run at its start
+
+    def add(self, result: StepResult) -> None:
+        """Count a finite step; others are reported on their own."""
+        if result.finite and not result.overflow:
+            self.loss += result.loss
+            self.gradient_norm += result.gradient_norm
+            self.gradient_norm_max = max(self.gradient_norm_max, result.gradient_norm)
+            self.count += 1
+
+    def record(self, seconds: float, batch_size: int) -> dict[str, float]:
+        """Means of the window that ends after `seconds` of the run."""
+        return {
+            "loss": self.loss / self.count if self.count else math.nan,
+            "gradient_norm": self.gradient_norm / self.count if self.count else math.nan,
+            "gradient_norm_max": self.gradient_norm_max,
+            "images_per_second": self.count * batch_size / max(seconds - self.since, 1e-9),
+            "seconds": round(seconds, 3),
+        }
+
+
+class EMA:
+    """An exponential moving average of a model's weights, with a warmed-up decay.
+
+    torch's AveragedModel counts updates on the device and reads the count back; here no step waits for the device.
+
+    >>> model = nn.Linear(2, 1)
+    >>> ema = EMA(model, decay=0.9999)
+    >>> ema.update(step=1)  # after each optimizer step, counted from 1
+    >>> ema.model(torch.zeros(1, 2)).requires_grad
+    False
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
+        self.source, self.decay = model, decay
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def decay_at(self, step: int) -> float:
+        """min(decay, (1 + s) / (10 + s)): a fixed 0.9999 remembers the initial weights for tens of thousands of steps."""
+        return min(self.decay, (1 + step) / (10 + step))
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Average in the weights after optimizer step `step`, counted from 1; buffers are copied."""
+        average: list[Tensor] = [*self.model.parameters()]
+        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - self.decay_at(step))
+        for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
+            mine.copy_(theirs)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
@@ -172,11 +216,16 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def resolve_precision(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The type that matrix products are computed in."""
+    """The dtype of matrix products in training."""
     chosen = config.training.precision
     if chosen == "auto":
         chosen = "bf16" if device.type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[chosen]
+    return DTYPES[chosen]
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """torch.autocast to this dtype; disabled for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_size: int) -> Tensor:
@@ -192,3 +241,29 @@ def index_batches(config: RunConfig, first_step: int, rank: int, world_size: int
     for step in range(first_step, config.training.steps + 1):
         for part in range(config.training.accumulate):
             yield sample_indices(config, step, part, rank, world_size)
+
+
+def _no_condition(_batch: Batch) -> dict[str, Tensor]:
+    return {}
+
+
+def _compiled(model: nn.Module, mode: str) -> Network:
+    if mode == "off":
+        return as_network(model)
+    if mode == "default":
+        return as_network(torch.compile(model))  # type: ignore[arg-type]
+    net = as_network(torch.compile(model, mode=mode))  # type: ignore[arg-type]
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return net(*args, **kwargs)
+
+    return call
+
+
+def _all_ranks(own: list[Suspect], world_size: int) -> list[Suspect]:
+    if world_size == 1:
+        return own
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, own)
+    return [suspect for part in everyone for suspect in part]

@@ -1,11 +1,13 @@
-"""The U as text and as a picture."""
+"""The U as text and as a picture, and pictures of several runs."""
 
 from __future__ import annotations
 
 import pytest
 from PIL import Image
 
-from scalelong.report.ushape import Rung, UShape, as_text, draw
+from scalelong.report.plots import Rung, UShape, as_text, draw, plot_comparison, stack_grids
+from scalelong.runs.reader import read_run
+from tests.report.runs import draw_grid, write_run
 
 SIZES = ["32 × 32", "32 × 32", "16 × 16", "8 × 8"]
 REACH = ["shortcut", "full", "partial", "none"]
@@ -42,9 +44,23 @@ def test_a_transformer_narrows_at_every_skip() -> None:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_picture_is_written_in_the_kind_its_name_says(ending: str, tmp_path) -> None:
+def test_the_suffix_sets_the_format(ending: str, tmp_path) -> None:
     path = draw(UShape("Net", "cs", RUNGS), tmp_path / "new" / f"u.{ending}")
     if ending == "png":
         assert min(Image.open(path).size) > 300
     else:
         assert "<svg" in path.read_text()
+
+
+def test_runs_are_pictured_side_by_side(tmp_path) -> None:
+    runs = []
+    for name, method, colour in (("a", "none", "red"), ("b", "cs", "blue")):
+        folder = write_run(tmp_path / name, method, norms=[1.0, 2.0], kappa=[1.0, 0.7])
+        draw_grid(folder, 10, "white")
+        draw_grid(folder, 20, colour)  # the last one is shown
+        runs.append(read_run(folder))
+    plot_comparison(runs, tmp_path / "curves.png")
+    assert min(Image.open(tmp_path / "curves.png").size) > 300
+    stack_grids(runs, tmp_path / "grids.png")
+    grids = Image.open(tmp_path / "grids.png")
+    assert [grids.getpixel((x, grids.height - 1)) for x in (0, grids.width - 1)] == [(255, 0, 0), (0, 0, 255)]

@@ -1,0 +1,74 @@
+"""Sets that need no download: scikit-learn's digits, and the emoji that ship with the package.
+
+The emoji are one lossless sheet of 32 x 32 tiles and a JSON file of names and categories; `scripts/build_emoji.py`
+builds both.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from scalelong.data.base import DataError, MemorySource
+from scalelong.data.download import Expected, bad_files
+from scalelong.data.images import resized
+from scalelong.data.registry import Request, register
+
+ASSETS = Path(__file__).parent / "assets"
+SHEET, TABLE = "emoji32.webp", "emoji32.json"
+SIZE = 32
+FILES = {
+    SHEET: Expected(2_067_208, "c1d926661c29fb8a7ee2313a9620126d5be1ed435a212b960c8f09afc54e221c"),
+    TABLE: Expected(59_874, "c22af5ca92899bd0abe76c8f0e544e2dfdaf55e535434709696d15b5b8126ed2"),
+}
+
+
+@register(
+    "digits",
+    "scikit-learn's handwritten digits, 8 x 8, 10 classes",
+    splits=("train",),
+    check=lambda _request: [],  # part of scikit-learn
+    shape=(1, 8, 8),
+)
+def load_digits(request: Request) -> MemorySource:
+    """scikit-learn's 1,797 digits of 8 x 8; 0 .. 16 becomes 0 .. 255."""
+    from sklearn import datasets
+
+    bunch = datasets.load_digits()
+    pixels = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
+    labels = torch.from_numpy(bunch.target.astype(np.int64))
+    source = MemorySource("digits", torch.from_numpy(pixels), labels, [str(digit) for digit in range(10)])
+    return resized(source, request.image_size)
+
+
+@register(
+    "emoji32",
+    "1,911 emoji, 32 x 32, with 10 classes and captions",
+    splits=("train", "seen", "unseen"),
+    check=lambda _request: bad_files(ASSETS, FILES, "install the package again"),
+    shape=(3, SIZE, SIZE),
+)
+def load_emoji(request: Request) -> MemorySource:
+    """1,911 images; label = category, caption = Unicode name in lower case.
+
+    "unseen" holds new combinations of words that occur elsewhere in "seen", the rest; "train" is both.
+    """
+    table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
+    try:
+        with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
+            sheet = np.array(image.convert("RGB"))
+    except OSError as error:
+        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
+    rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
+    tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
+    labels, captions = torch.tensor(table["labels"]), table["captions"]
+    items, unseen = list(range(len(captions))), set(table["unseen"])
+    if request.split != "train":
+        items = [item for item in items if (item in unseen) == (request.split == "unseen")]
+    images, texts = torch.from_numpy(tiles[items]), [captions[item] for item in items]
+    return resized(MemorySource("emoji32", images, labels[items], table["classes"], texts), request.image_size)

@@ -1,0 +1,109 @@
+"""Train one preset with several methods and seeds, each run with an oscillation probe."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+from scalelong.runs import METRICS
+from scalelong.runs.events import read_events
+from scalelong.runs.settings import RunConfig
+from scalelong.stability.probes import OscillationProbe
+from scalelong.training import Trainer
+from scalelong.training.build import check_config
+
+logger = logging.getLogger(__name__)
+
+
+def sweep(
+    preset: RunConfig, methods: Sequence[str], seeds: Sequence[int], steps: int | None = None
+) -> dict[str, RunConfig]:
+    """The preset with each method, as "cs" or with its kappa as "cs:0.5", and each seed, by name.
+
+    >>> list(sweep(RunConfig(), ["none", "cs:0.5"], seeds=[0, 1]))
+    ['none-seed0', 'none-seed1', 'cs0.5-seed0', 'cs0.5-seed1']
+    """
+    configs = {}
+    for name in methods:
+        method, _, kappa = name.partition(":")
+        changes: dict[str, Any] = {"method": method} | ({"kappa": _kappa(name, kappa)} if kappa else {})
+        for seed in seeds:
+            training = dataclasses.replace(preset.training, seed=seed)
+            training = training if steps is None else dataclasses.replace(training, steps=steps)
+            scaling = dataclasses.replace(preset.scaling, **changes)
+            config = dataclasses.replace(preset, scaling=scaling, training=training)
+            configs[f"{name.replace(':', '')}-seed{seed}"] = check_config(config)
+    return configs
+
+
+def _kappa(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"methods: {name!r} has no number after the colon; write for example cs:0.5") from None
+
+
+def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
+    """Train or resume one run after the other, so that their times compare; False on all ranks but the first."""
+    ranks = PartialState(cpu=not torch.cuda.is_available())  # as the trainer's: the first one made decides
+    for position, (name, config) in enumerate(configs.items(), 1):
+        if ranks.is_main_process:
+            logger.info("run %d of %d: %s", position, len(configs), name)
+        trainer = _train(config, out / name)
+        if trainer.stopping:
+            raise RuntimeError(f"stopped in {name} at step {trainer.step}; repeat the command to continue")
+    return bool(ranks.is_main_process)
+
+
+def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
+    """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(min(len(configs), cores), mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_train_alone, config, out / name) for name, config in configs.items()]
+        _show_progress(futures, configs, out)
+        for future in futures:
+            future.result()
+
+
+def _train_alone(config: RunConfig, folder: Path) -> None:
+    torch.set_num_threads(1)
+    _train(config, folder)
+
+
+def _train(config: RunConfig, folder: Path) -> Trainer:
+    trainer = Trainer(config, folder)
+    probe = OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
+    trainer.observers.append(probe)
+    trainer.run()
+    return trainer
+
+
+def _show_progress(futures: Sequence[Future[None]], configs: Mapping[str, RunConfig], out: Path) -> None:
+    """Progress bars, read from the records of the runs."""
+    bars = {
+        name: tqdm(total=config.training.steps, desc=name.ljust(6), unit="step", position=i, disable=None)
+        for i, (name, config) in enumerate(configs.items())
+    }
+    done = False
+    while not done:
+        done = all(future.done() for future in futures)
+        for name, bar in bars.items():
+            if (out / name / METRICS).is_file():
+                records = [record for record in read_events(out / name)[0] if record["kind"] == "train"]
+                if records:
+                    bar.set_postfix(loss=f"{records[-1]['loss']:.4f}", refresh=False)
+                    bar.update(records[-1]["step"] - bar.n)
+        time.sleep(0 if done else 0.5)
+    for bar in bars.values():
+        bar.close()
