@@ -6,7 +6,7 @@ import pytest
 
 from scalelong.runs.settings import RunConfig, differences, dotted, from_yaml
 from scalelong.training import PRESETS, get_preset, to_yaml
-from scalelong.training.build import check_config, check_shape
+from scalelong.training.build import build_model, check_config
 from tests.training.tiny import TINY, tiny
 
 
@@ -110,7 +110,7 @@ def test_a_batch_must_divide_among_ranks_and_micro_batches() -> None:
 )
 def test_a_model_that_does_not_fit_the_images_is_refused(changes, shape, message) -> None:
     with pytest.raises(ValueError, match=message):
-        check_shape(tiny(**changes), shape)
+        build_model(tiny(**changes), shape)
 
 
 def test_an_unknown_preset_gets_the_nearest_name() -> None:

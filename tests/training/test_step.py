@@ -13,7 +13,7 @@ def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     ema = EMA(model, decay=0.5)
     expected = model.weight.detach().clone()
-    for step in range(1, 6):
+    for step in range(1, 13):  # the warm-up reaches 0.5 at step 8
         with torch.no_grad():
             model.weight.fill_(step)
         ema.update(step)
@@ -21,13 +21,6 @@ def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
         expected = decay * expected + (1 - decay) * step
         torch.testing.assert_close(ema.model.weight, expected.expand_as(model.weight))
     assert not ema.model.weight.requires_grad
-
-
-def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
-    ema = EMA(torch.nn.Linear(1, 1), 0.9999)
-    assert ema.decay_at(0) == 0.1
-    assert ema.decay_at(90) == 0.91
-    assert ema.decay_at(10**7) == 0.9999
 
 
 def test_the_rate_warms_up_linearly() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
@@ -16,14 +17,16 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient is not finite; the weights are those before the update."""
 
 
-def find_suspects(losses: Tensor, index: Tensor, t: Tensor) -> list[Suspect]:
-    """The samples (B,) of one rank whose loss is not finite."""
+def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
+    """The samples of all ranks whose loss is not finite; the tensors (B,) are those of this rank."""
     bad = ~torch.isfinite(losses)
-    return list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))
+    parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
+    if world_size > 1:
+        dist.all_gather_object(parts, parts[0])
+    return [suspect for part in parts for suspect in part]
 
 
 def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
-    """One sentence: the step, what is not finite, the samples and their t."""
     what = "loss" if not math.isfinite(loss) else "gradient"
     indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
     shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
@@ -42,7 +45,7 @@ class Guard:
     rewinds: int = 0
 
     def judge(self, step: int, sentence: str) -> str:
-        """ "skip" or "rewind" for a non-finite step, or a NonFiniteError."""
+        """Return "skip" or "rewind" for a non-finite step, or raise a NonFiniteError."""
         if self.policy == "raise":
             raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
         if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
@@ -55,7 +58,6 @@ class Guard:
         return self.policy
 
     def state(self) -> dict[str, Any]:
-        """The values for a checkpoint."""
         return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds}
 
     def restore(self, state: dict[str, Any]) -> None:

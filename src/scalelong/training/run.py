@@ -1,7 +1,6 @@
 """Load a trained run and sample images from it.
 
-Image i is a function of (seed, i), whatever the batch size and the number of ranks, up to the rounding of kernels that
-depend on the batch size. Shapes: N images uint8 (N, C, H, W), B in a batch.
+Image i is a function of (seed, i), up to the rounding of kernels that depend on the batch size.
 """
 
 from __future__ import annotations
@@ -18,15 +17,18 @@ from tqdm import tqdm
 
 from scalelong.backbones import as_network, fused
 from scalelong.data import Shape, to_uint8
+from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 from scalelong.skips.persistence import SCALING_NAME
-from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
+from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.condition import Condition
 from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
+
+ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 images
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,7 @@ class TrainedRun:
 def load_run(
     folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
 ) -> TrainedRun:
-    """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint.
-
-    A folder that `scalelong export --format diffusers` wrote is a run, too, with the one model that it holds.
+    """The model of a run or of a diffusers export, averaged ("ema") or as trained ("model"), at its newest checkpoint.
 
     >>> from dataclasses import replace
     >>> from scalelong.training import get_preset, train
@@ -89,16 +89,19 @@ def load_run(
     folder = Path(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
-    if is_exported(folder):
-        return _load_exported(folder, weights, step, device)
-    config = read_config(folder)
+    config, model, *about = (_load_exported if is_exported(folder) else _load_checkpoint)(folder, weights, step)
+    model.to(device).eval().requires_grad_(False)
+    return TrainedRun(folder, config, model, build_objective(config), *about)
+
+
+def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
+    """(config, model, shape, step, conditioning, data, weights) of a run."""
+    config, found = read_config(folder), checkpoints(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
-    found = checkpoints(folder)
     if not found and (folder / SCALING_NAME).is_file():
         raise CheckpointError(
-            f"{folder}: holds weights for scalelong.load and is not a run folder; give the run itself, or what "
-            "scalelong export --format diffusers writes"
+            f"{folder}: holds weights for scalelong.load, it is not a run folder; give the run itself"
         )
     if not found:
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
@@ -110,28 +113,23 @@ def load_run(
     conditioning = Conditioning.from_state(checkpoint.state.get("condition"))
     model = build_model(config, (channels, height, width), conditioning)
     model.load_state_dict(checkpoint.tensors[weights])
-    model.to(device).eval().requires_grad_(False)
-    about = ((channels, height, width), step, conditioning, checkpoint.state["data"], weights)
-    return TrainedRun(folder, config, model, build_objective(config), *about)
+    return config, model, (channels, height, width), step, conditioning, checkpoint.state["data"], weights
 
 
-def _load_exported(folder: Path, weights: str, step: int | None, device: str | torch.device) -> TrainedRun:
+def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
+    """The same of a diffusers export."""
     config, found, model = read_exported(folder)
     if weights == "model" and found.weights != "model":
         raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
         raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
-    model.to(device).eval().requires_grad_(False)
-    about = (found.shape, found.step, found.condition, found.data, found.weights)
-    return TrainedRun(folder, config, model, build_objective(config), *about)
+    return config, model, found.shape, found.step, found.condition, found.data, found.weights
 
 
 def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
     """The function from samples of the run to uint8 images; loads the autoencoder of a run on latents."""
-    autoencoder = exported_autoencoder(run.folder, device)
-    if autoencoder is None:
-        return build_pixels(run.config, device, run.data)
-    return lambda latents: to_uint8(autoencoder.decode(latents))
+    autoencoder = exported_autoencoder(run.folder, device) or decoder(run.config.data.name, device, run.data)
+    return to_uint8 if autoencoder is None else lambda latents: to_uint8(autoencoder.decode(latents))
 
 
 def sample_batches(
@@ -145,7 +143,6 @@ def sample_batches(
     condition: Callable[[Tensor], Mapping[str, Any]] | None = None,  # indices (B,) -> arguments of the network
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample, for guidance
     to_pixels: ToPixels = to_uint8,
-    device: str | torch.device | None = None,  # default: that of the network's parameters
     progress: bool = True,
 ) -> Iterator[Tensor]:
     """Batches of uint8 images on the CPU, in the order of their indices.
@@ -161,44 +158,29 @@ def sample_batches(
     if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):
         raise ValueError(f"indices: must be a list of numbers >= 0, got {indices!r}")
     module: nn.Module | None = net if isinstance(net, nn.Module) else getattr(net, "model", None)
-    if device is None:
-        parameter = next(module.parameters(), None) if module is not None else None
-        device = "cpu" if parameter is None else parameter.device
-    device = torch.device(device)
+    parameter = next(module.parameters(), None) if module is not None else None
+    device = torch.device("cpu") if parameter is None else parameter.device
     if settings.compile and module is not None:
         net = as_network(torch.compile(module))  # type: ignore[arg-type]
     context = autocast(device, DTYPES[settings.precision])
     fast = device.type == "cuda" and settings.precision != "fp32"
+    size = min(settings.batch_size, len(chosen))
 
-    def make(index: Tensor) -> Tensor:
-        with evaluating(module), context, fused.inference(module, enabled=fast):
-            given = condition(index) if condition else {}
-            return sample(objective, net, (seed, index, shape), settings, null=null, **given)
+    def batches() -> Iterator[Tensor]:
+        with tqdm(total=len(chosen), desc="sample", unit="img", disable=None if progress else True) as bar:
+            for index in torch.split(chosen, size) if size else ():
+                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
+                with evaluating(module), context, fused.inference(module, enabled=fast):
+                    given = condition(padded) if condition else {}
+                    images = sample(objective, net, (seed, padded, shape), settings, null=null, **given)[: len(index)]
+                good = images.flatten(1).isfinite().all(dim=1).cpu()
+                if not good.all():
+                    bad = f"{int((~good).sum())} of {len(good)} images are not finite, the first is image {index[~good][0]}"
+                    raise ValueError(f"sampling: {bad}; the network has diverged, or sampling.precision is too low")
+                yield to_pixels(images).cpu()
+                bar.update(len(index))
 
-    return _batches(make, to_pixels, chosen, settings.batch_size, device, progress)
-
-
-def _batches(
-    make: Callable[[Tensor], Tensor],
-    to_pixels: ToPixels,
-    indices: Tensor,
-    batch_size: int,
-    device: torch.device,
-    progress: bool,
-) -> Iterator[Tensor]:
-    size = min(batch_size, len(indices))
-    with tqdm(total=len(indices), desc="sample", unit="img", disable=None if progress else True) as bar:
-        for index in torch.split(indices, size) if size else ():
-            padded = torch.cat([index, index[-1:].expand(size - len(index))])  # one shape for compiled networks
-            images = make(padded.to(device))[: len(index)]
-            good = images.flatten(1).isfinite().all(dim=1).cpu()
-            if not good.all():
-                raise ValueError(
-                    f"sampling: {int((~good).sum())} of {len(good)} images are not finite, the first is image "
-                    f"{int(index[~good][0])}; the network has diverged, or its precision is too low for the sampler"
-                )
-            yield to_pixels(images).cpu()
-            bar.update(len(index))
+    return batches()  # the checks above are made at once, not with the first batch
 
 
 @contextmanager

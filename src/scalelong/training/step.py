@@ -10,8 +10,9 @@ result = pending.read()                    # loss and gradient norm; waits for t
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,10 @@ class Stepper:
         condition: Condition | None = None,  # None: unconditional
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
-        self.condition_of = condition.for_batch if condition and condition.name else _no_condition
-        self.model = model
+        self.model, self.condition = model, condition or Condition(device)
+        options = {"betas": config.optimizer.betas, "weight_decay": config.optimizer.weight_decay}
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=device.type == "cuda",
+            model.parameters(), config.optimizer.lr, fused=device.type == "cuda", **options
         )
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
@@ -68,24 +65,23 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
-        losses, indices, times = [], [], []
+        samples = []
         for part, batch in enumerate(micro_batches, start=1):
             t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, batch.images.shape[1:])
-            condition = self.condition_of(batch)
+            condition = self.condition.for_batch(batch)
             with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
                 with self.autocast:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            indices.append(batch.index)
-            times.append(t)
+            samples.append((loss.detach(), batch.index, t))
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
-        samples = torch.cat(losses), torch.cat(indices), torch.cat(times)
-        shared = torch.stack([samples[0].mean() / self.world_size, torch.full((), float(stop), device=self.device)])
+        losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1:
             dist.all_reduce(shared)
-        return Pending(torch.cat([shared, norm.reshape(1)]), samples, self.scaler.is_enabled(), self.world_size)
+        suspects = functools.partial(find_suspects, losses, indices, times, self.world_size)
+        return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled())
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite; does not wait for the device."""
@@ -107,7 +103,6 @@ class Stepper:
         self.clear()
 
     def clear(self) -> None:
-        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_scaler(self) -> torch.amp.GradScaler:
@@ -116,13 +111,10 @@ class Stepper:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one step."""
-
     loss: float
     gradient_norm: float
     stop: bool  # some rank was asked to stop
     overflow: bool  # fp16 only: the loss scale was too high, which is normal
-    suspects: list[Suspect]
 
     @property
     def finite(self) -> bool:
@@ -132,24 +124,20 @@ class StepResult:
 class Pending:
     """A step's numbers on their way to the host; reading them waits for the device, so the loop does it a step later."""
 
-    def __init__(self, values: Tensor, samples: tuple[Tensor, Tensor, Tensor], scaled: bool, world_size: int) -> None:
+    def __init__(self, values: Tensor, suspects: Callable[[], list[Suspect]], scaled: bool) -> None:
         self.finite = torch.isfinite(values).all()  # on the device: decides there whether the update happens
-        self._samples, self._scaled, self._world_size = samples, scaled, world_size
+        self.suspects, self._scaled = suspects, scaled  # suspects are searched for when asked
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
             self._arrived.record()
 
     def read(self) -> StepResult:
-        """Wait for the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, stops, gradient_norm = self._host.tolist()
         overflow = self._scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
-        result = StepResult(loss, gradient_norm, stops > 0, overflow, suspects=[])
-        if not result.finite:
-            result.suspects.extend(_all_ranks(find_suspects(*self._samples), self._world_size))
-        return result
+        return StepResult(loss, gradient_norm, stops > 0, overflow)
 
 
 @dataclass
@@ -182,9 +170,7 @@ class Window:
 
 
 class EMA:
-    """An exponential moving average of a model's weights, with a warmed-up decay.
-
-    torch's AveragedModel counts updates on the device and reads the count back; here no step waits for the device.
+    """An exponential moving average of the weights, warmed up; unlike torch's AveragedModel it never syncs the device.
 
     >>> model = nn.Linear(2, 1)
     >>> ema = EMA(model, decay=0.9999)
@@ -197,15 +183,12 @@ class EMA:
         self.source, self.decay = model, decay
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
 
-    def decay_at(self, step: int) -> float:
-        """min(decay, (1 + s) / (10 + s)): a fixed 0.9999 remembers the initial weights for tens of thousands of steps."""
-        return min(self.decay, (1 + step) / (10 + step))
-
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Average in the weights after optimizer step `step`, counted from 1; buffers are copied."""
+        """Average in the weights after optimizer step `step`; buffers are copied."""
+        decay = min(self.decay, (1 + step) / (10 + step))
         average: list[Tensor] = [*self.model.parameters()]
-        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - self.decay_at(step))
+        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
         for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
 
@@ -217,10 +200,8 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 def resolve_precision(config: RunConfig, device: torch.device) -> torch.dtype:
     """The dtype of matrix products in training."""
-    chosen = config.training.precision
-    if chosen == "auto":
-        chosen = "bf16" if device.type == "cuda" else "fp32"
-    return DTYPES[chosen]
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    return DTYPES[auto if config.training.precision == "auto" else config.training.precision]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
@@ -243,27 +224,15 @@ def index_batches(config: RunConfig, first_step: int, rank: int, world_size: int
             yield sample_indices(config, step, part, rank, world_size)
 
 
-def _no_condition(_batch: Batch) -> dict[str, Tensor]:
-    return {}
-
-
 def _compiled(model: nn.Module, mode: str) -> Network:
     if mode == "off":
         return as_network(model)
-    if mode == "default":
-        return as_network(torch.compile(model))  # type: ignore[arg-type]
     net = as_network(torch.compile(model, mode=mode))  # type: ignore[arg-type]
+    if mode == "default":
+        return net
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return net(*args, **kwargs)
 
     return call
-
-
-def _all_ranks(own: list[Suspect], world_size: int) -> list[Suspect]:
-    if world_size == 1:
-        return own
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, own)
-    return [suspect for part in everyone for suspect in part]
