@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,57 +27,48 @@ from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yam
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
+Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be used."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Named groups of tensors (model, ema, optimizer) and plain values."""
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, Any]
-
-
-def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
+def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:
     """Write folder/step-N and remove all but the newest `keep`."""
     for left in folder.glob(".*step-*"):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    home = folder / step_name(step)
-    with atomic_folder(home) as files:
-        for name, tensors in checkpoint.tensors.items():
+    with atomic_folder(folder / step_name(step)) as files:
+        for name, tensors in groups.items():
             stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
             save_file(stored, files / f"{name}.safetensors")
-        (files / STATE).write_text(json.dumps(dict(checkpoint.state)) + "\n")
+        (files / STATE).write_text(json.dumps(state) + "\n")
         hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
         (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
     for old in sorted(folder.glob("step-*"))[:-keep]:
         shutil.rmtree(old.rename(old.with_name(f".dropped-{old.name}")))
-    return home
 
 
-def load_checkpoint(path: Path, only: tuple[str, ...] | None = None) -> Checkpoint:
-    """Read a checkpoint, or some of its groups, after verifying its hashes."""
+def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]]:
+    """Tensors and state of a checkpoint, or of one of its groups, after verifying its hashes."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint; remove that folder")
     hashes = json.loads(manifest.read_text())
-    wanted = [name for name in hashes if only is None or name == STATE or Path(name).stem in only]
+    wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
     for name in wanted:
         if not (path / name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
     tensors = {Path(name).stem: load_file(path / name) for name in wanted if name.endswith(".safetensors")}
-    return Checkpoint(tensors, json.loads((path / STATE).read_text()))
+    return tensors, json.loads((path / STATE).read_text())
 
 
-def load_newest(folder: Path) -> tuple[Path, Checkpoint] | None:
+def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
     """The newest intact checkpoint, with a warning for each damaged one; None if there is none, an error if all are bad."""
     damaged = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
-            return path, load_checkpoint(path)
+            return path, *load_checkpoint(path)
         except (CheckpointError, OSError, ValueError) as error:
             damaged.append(str(error))
             logger.warning("checkpoint skipped: %s", error)

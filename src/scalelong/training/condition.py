@@ -1,7 +1,7 @@
 """The condition of a run: none, a class or a text, held as one table of rows.
 
-A sample's row is that of its item (or caption); which samples are trained with the null condition is a function of the
-seed and the global sample index. Shapes: n rows, B samples; a row is () for a class and (T, D) for a text.
+Which samples are trained with the null condition is a function of the seed and the global sample index.
+Shapes: n rows, B samples; a row is () for a class and (T, D) for a text.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ def choose_classes(config: RunConfig, known: Conditioning, chosen: Sequence[str]
         if name.strip() not in numbers:
             names = f", or a name such as {known.class_names[0]!r}" if known.class_names else ""
             raise ValueError(f"classes: there is no {name!r}; give 0 .. {known.num_classes - 1}{names}")
-    found = [numbers[name.strip()] for name in chosen] or range(known.num_classes)
-    choices = torch.tensor(found, device=device)
+    choices = torch.tensor([numbers[name.strip()] for name in chosen] or range(known.num_classes), device=device)
     null = torch.tensor(known.num_classes, device=device) if known.null_class else None
     return Condition(device, known, "class_labels", None, choices, null, settings.drop, config.training.seed)
 

@@ -31,7 +31,6 @@ from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (
-    Checkpoint,
     CheckpointError,
     check_never_saved,
     claim_folder,
@@ -41,9 +40,8 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
-from scalelong.training.nonfinite import Guard, describe
 from scalelong.training.run import TrainedRun, load_pixels
-from scalelong.training.step import EMA, Pending, Stepper, Window, index_batches, learning_rate
+from scalelong.training.step import EMA, Guard, Pending, Stepper, Window, describe, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +96,8 @@ class Trainer:
             if self.step == 0 and training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
-            hidden = None if is_main else True
-            about = {"total": training.steps, "initial": self.step, "desc": self.folder.name, "disable": hidden}
-            with tqdm(unit="step", **about) as self._bar, self._stop_signals():
+            about = {"total": training.steps, "initial": self.step, "desc": self.folder.name, "unit": "step"}
+            with tqdm(**about, disable=None if is_main else True) as self._bar, self._stop_signals():
                 self._train()
         finally:
             if self._events is not None:
@@ -144,7 +141,9 @@ class Trainer:
 
     def _start_batches(self) -> None:
         """This rank's micro-batches from the next step on."""
-        indices = index_batches(self.config, self.step + 1, self.ranks.process_index, self.ranks.num_processes)
+        config, rank, ranks = self.config, self.ranks.process_index, self.ranks.num_processes
+        steps, parts = range(self.step + 1, config.training.steps + 1), range(config.training.accumulate)
+        indices = (sample_indices(config, step, part, rank, ranks) for step in steps for part in parts)
         self._batches = self.loader.batches(indices)
 
     def _read_pending(self) -> bool:
@@ -172,8 +171,6 @@ class Trainer:
         self._bar.n = self.step
         if self._events is not None:
             self._events.rewind(self.step)
-
-    # ---------------------------------------------------------------------------------------------- records and samples
 
     def _is_due(self) -> bool:
         """True if something is written after this step, so that its numbers are needed now."""
@@ -222,8 +219,6 @@ class Trainer:
         condition = self.condition.at_rows(caption_rows(0, index, index, source.caption_counts))
         return model_inputs(self.model, x, time_input, **condition)
 
-    # ------------------------------------------------------------------------------------------------ saving, resuming
-
     def _save(self) -> None:
         if self.ranks.is_main_process:
             tensors = {
@@ -243,7 +238,7 @@ class Trainer:
             }
             keep = self.config.training.keep
             try:
-                save_checkpoint(self.folder / CHECKPOINTS, self.step, Checkpoint(tensors, state), keep)
+                save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, keep)
             except OSError as error:
                 lost = f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact"
                 raise CheckpointError(f"{lost}, run the same command again once there is space") from error
@@ -257,8 +252,7 @@ class Trainer:
         if newest is None:
             check_never_saved(self.folder)
             return
-        path, checkpoint = newest
-        tensors, state = checkpoint.tensors, checkpoint.state
+        path, tensors, state = newest
         if state["data"] != self.source.fingerprint:
             raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:

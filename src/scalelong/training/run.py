@@ -61,16 +61,10 @@ class TrainedRun:
         """Batches of uint8 images on the CPU, in the order of their indices."""
         device = next(self.model.parameters()).device
         condition = condition or Condition(device)
-        return sample_batches(
-            self.objective,
-            as_network(self.model),
-            self.shape,
-            settings,
-            condition=condition.from_data if from_data else condition.for_samples,
-            null=condition.null_condition(settings),
-            to_pixels=to_pixels or load_pixels(self, device),
-            **options,
-        )
+        options["condition"] = condition.from_data if from_data else condition.for_samples
+        options["null"] = condition.null_condition(settings)
+        options["to_pixels"] = to_pixels or load_pixels(self, device)
+        return sample_batches(self.objective, as_network(self.model), self.shape, settings, **options)
 
 
 def load_run(
@@ -108,12 +102,12 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
     step = max(found) if step is None else step
-    checkpoint = load_checkpoint(found[step], only=(weights,))
-    channels, height, width = checkpoint.state["shape"]
-    conditioning = Conditioning.from_state(checkpoint.state.get("condition"))
+    tensors, state = load_checkpoint(found[step], only=weights)
+    channels, height, width = state["shape"]
+    conditioning = Conditioning.from_state(state.get("condition"))
     model = build_model(config, (channels, height, width), conditioning)
-    model.load_state_dict(checkpoint.tensors[weights])
-    return config, model, (channels, height, width), step, conditioning, checkpoint.state["data"], weights
+    model.load_state_dict(tensors[weights])
+    return config, model, (channels, height, width), step, conditioning, state["data"], weights
 
 
 def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:

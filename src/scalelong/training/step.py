@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
-from scalelong.training.nonfinite import Suspect, find_suspects
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
 
 
 class Stepper:
@@ -45,10 +45,9 @@ class Stepper:
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
         self.model, self.condition = model, condition or Condition(device)
-        options = {"betas": config.optimizer.betas, "weight_decay": config.optimizer.weight_decay}
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), config.optimizer.lr, fused=device.type == "cuda", **options
-        )
+        lr, betas, decay = config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=decay, fused=fused)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
@@ -140,6 +139,60 @@ class Pending:
         return StepResult(loss, gradient_norm, stops > 0, overflow)
 
 
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is not finite; the weights are those before the update."""
+
+
+def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
+    """The samples of all ranks whose loss is not finite; the tensors (B,) are those of this rank."""
+    bad = ~torch.isfinite(losses)
+    parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
+    if world_size > 1:
+        dist.all_gather_object(parts, parts[0])
+    return [suspect for part in parts for suspect in part]
+
+
+def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
+    what = "loss" if not math.isfinite(loss) else "gradient"
+    indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
+    shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
+    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
+    return f"step {step}: the {what} is not finite (loss {loss}, gradient norm {gradient_norm}); {shown}{more}"
+
+
+@dataclass
+class Guard:
+    """The policy at non-finite steps: raise, skip or rewind, up to `most` times."""
+
+    policy: str
+    most: int
+    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped
+    avoid: set[int] = field(default_factory=set)  # steps to skip when they come again after a rewind
+    rewinds: int = 0
+
+    def judge(self, step: int, sentence: str) -> str:
+        """Return "skip" or "rewind" for a non-finite step, or raise a NonFiniteError."""
+        if self.policy == "raise":
+            raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
+        if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
+            raise NonFiniteError(f"{sentence}; this is more than training.max_nonfinite = {self.most} such steps")
+        if self.policy == "skip":
+            self.skipped.append(step)
+        else:
+            self.rewinds += 1
+            self.avoid.add(step)
+        return self.policy
+
+    def state(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; rewinds since that checkpoint stay counted."""
+        self.skipped = list(state["skipped"])
+        self.avoid |= set(state["avoid"])
+        self.rewinds = max(self.rewinds, state["rewinds"])
+
+
 @dataclass
 class Window:
     """Sums over the steps since the last record."""
@@ -215,13 +268,6 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
     size = settings.batch_size // (world_size * settings.accumulate)
     first = (step - 1) * settings.batch_size + (part * world_size + rank) * size
     return torch.arange(first, first + size)
-
-
-def index_batches(config: RunConfig, first_step: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """The micro-batches of one rank from a step on to the last."""
-    for step in range(first_step, config.training.steps + 1):
-        for part in range(config.training.accumulate):
-            yield sample_indices(config, step, part, rank, world_size)
 
 
 def _compiled(model: nn.Module, mode: str) -> Network:
