@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +20,8 @@ import torch
 import tyro
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
-from scalelong.evaluation import (
-    Evaluation,
-    evaluate_run,
-    get_extractor,
-    load_condition,
-    load_training_data,
-    reference_statistics,
-)
-from scalelong.evaluation.evaluate import reference_features
+from scalelong.evaluation import Evaluation, evaluate_run, get_extractor, load_condition, reference_statistics
+from scalelong.evaluation.evaluate import load_training_data, reference_features
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
 
@@ -45,13 +38,10 @@ class Evaluate:
     weights: Annotated[str, tyro.conf.arg(aliases=["--run-weights"])] = "ema"  # ema (averaged) or model (as trained)
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: SamplingFlags(count=10_000)
-    )
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags(count=10_000)  # noqa: RUF009
 
 
 def main(arguments: list[str]) -> None:
-    """Load, sample, measure, record."""
     command = parse_over_run(Evaluate, arguments, prog="scalelong evaluate", description=__doc__)
     if not command.seeds or len(set(command.seeds)) < len(command.seeds):
         raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
@@ -63,18 +53,16 @@ def main(arguments: list[str]) -> None:
     source, root = load_training_data(run), run.config.data.root
     reference, condition = reference_statistics(source, extractor, root=root), load_condition(run, source)
     features = reference_features(source, extractor, root) if command.kid else None
-    found = []
+    about, options = (run, extractor, reference, command.sampling), {"condition": condition, "kid_reference": features}
+    values = []
     for seed in command.seeds:
-        evaluation = evaluate_run(
-            run, extractor, reference, command.sampling, seed, condition=condition, kid_reference=features
-        )
+        evaluation = evaluate_run(*about, seed, **options)
         append_event(run.folder, run.step, "evaluation", evaluation.record())
-        found.append(evaluation)
+        values.append(evaluation.result.value)
         print(_line(run.step, evaluation))
-    if len(found) > 1:
-        values = [evaluation.result.value for evaluation in found]
+    if len(values) > 1:
         spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
-        print(f"{found[0].result.metric} over {len(values)} seeds: {spread}")
+        print(f"{evaluation.result.metric} over {len(values)} seeds: {spread}")
 
 
 def _line(step: int, evaluation: Evaluation) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ class Sample:
 
 
 def main(arguments: list[str]) -> None:
-    """Load, sample, write."""
     command = parse_over_run(Sample, arguments, prog="scalelong sample", description=__doc__)
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     condition = _condition(run, command)
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> None:
     out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
-    arrays: dict[str, Any] = {"images": images.permute(0, 2, 3, 1).numpy()}
+    arrays = {"images": images.permute(0, 2, 3, 1).numpy()}
     if condition.name == "class_labels":
         arrays["labels"] = condition.for_samples(torch.tensor(indices))["class_labels"].cpu().numpy()
     if command.prompt:
@@ -65,12 +64,11 @@ def main(arguments: list[str]) -> None:
 
 def _condition(run: TrainedRun, command: Sample) -> Condition:
     """The prompts or classes of the command line, else the classes in turn, else captions of the data."""
-    device = torch.device(command.device)
+    device, kind = torch.device(command.device), run.config.condition.kind
     if command.prompt:
         return choose_prompts(run.config, run.conditioning, command.prompt, device, command.encoder)
-    if command.classes or run.config.condition.kind == "class":
-        chosen = command.classes.split(",") if command.classes else []
-        return choose_classes(run.config, run.conditioning, chosen, device)
-    if run.config.condition.kind == "text":
+    if command.classes or kind == "class":
+        return choose_classes(run.config, run.conditioning, [*filter(None, command.classes.split(","))], device)
+    if kind == "text":
         return load_condition(run, load_training_data(run))
     return Condition(device)

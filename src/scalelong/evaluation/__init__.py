@@ -3,21 +3,13 @@
 from scalelong.evaluation.evaluate import (
     Evaluation,
     EvaluationObserver,
-    Result,
-    SelfCheck,
     evaluate_images,
     evaluate_run,
     load_condition,
     load_training_data,
     self_check,
 )
-from scalelong.evaluation.extractors import (
-    Extractor,
-    InceptionFeatures,
-    RandomConvFeatures,
-    get_extractor,
-    metric_name,
-)
+from scalelong.evaluation.extractors import InceptionFeatures, RandomConvFeatures, get_extractor
 from scalelong.evaluation.frechet import (
     FewSamplesWarning,
     frechet_distance,
@@ -29,13 +21,10 @@ from scalelong.evaluation.statistics import FeatureStatistics, reference_statist
 __all__ = [
     "Evaluation",
     "EvaluationObserver",
-    "Extractor",
     "FeatureStatistics",
     "FewSamplesWarning",
     "InceptionFeatures",
     "RandomConvFeatures",
-    "Result",
-    "SelfCheck",
     "evaluate_images",
     "evaluate_run",
     "frechet_distance",
@@ -44,7 +33,6 @@ __all__ = [
     "kernel_distance",
     "load_condition",
     "load_training_data",
-    "metric_name",
     "reference_statistics",
     "self_check",
 ]

@@ -49,8 +49,8 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     require(0 <= training.ema_decay < 1, "training.ema_decay", "in [0, 1)", training.ema_decay)
     require(0 <= condition.drop < 1, "condition.drop", "in [0, 1)", condition.drop)
     size, parts = training.batch_size, training.accumulate
-    if size % (world_size * parts):
-        raise ValueError(f"training.batch_size: {size} is not divisible by {world_size} ranks x {parts} micro-batches")
+    multiple = f"a multiple of {world_size * parts} ({world_size} ranks x {parts} micro-batches)"
+    require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
     if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
     if training.precision == "fp16" and not on_gpu:

@@ -64,7 +64,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
 
 
 def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """The newest intact checkpoint, with a warning for each damaged one; None if there is none, an error if all are bad."""
+    """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all."""
     damaged = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:

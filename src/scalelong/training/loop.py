@@ -96,8 +96,9 @@ class Trainer:
             if self.step == 0 and training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
-            about = {"total": training.steps, "initial": self.step, "desc": self.folder.name, "unit": "step"}
-            with tqdm(**about, disable=None if is_main else True) as self._bar, self._stop_signals():
+            hide = None if is_main else True
+            self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
+            with self._bar, self._stop_signals():
                 self._train()
         finally:
             if self._events is not None:

@@ -89,7 +89,7 @@ def load_run(
 
 
 def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
-    """(config, model, shape, step, conditioning, data, weights) of a run."""
+    """(config, model, shape, step, conditioning, data, weights) of a run; `_load_exported`: of a diffusers export."""
     config, found = read_config(folder), checkpoints(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
@@ -111,7 +111,6 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
 
 
 def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
-    """The same of a diffusers export."""
     config, found, model = read_exported(folder)
     if weights == "model" and found.weights != "model":
         raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
@@ -169,7 +168,7 @@ def sample_batches(
                     images = sample(objective, net, (seed, padded, shape), settings, null=null, **given)[: len(index)]
                 good = images.flatten(1).isfinite().all(dim=1).cpu()
                 if not good.all():
-                    bad = f"{int((~good).sum())} of {len(good)} images are not finite, the first is image {index[~good][0]}"
+                    bad = f"{(~good).sum()} of {len(good)} images are not finite, the first is image {index[~good][0]}"
                     raise ValueError(f"sampling: {bad}; the network has diverged, or sampling.precision is too low")
                 yield to_pixels(images).cpu()
                 bar.update(len(index))
