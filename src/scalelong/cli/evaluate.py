@@ -1,6 +1,4 @@
-"""Evaluate a trained run: FID of its averaged weights against its own data, into the run's metrics.jsonl.
-
-Defaults of the sampler are the run's own.
+"""Measure the FID of a trained run against its own data, into its metrics.jsonl; the sampler defaults to the run's own.
 
 Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --seeds 0 1 2
 
@@ -9,10 +7,10 @@ Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --weights model --prec
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +26,6 @@ from scalelong.training import load_run
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Arguments of `scalelong evaluate`."""
-
     run: RunFolder  # the run's folder
     seeds: tuple[int, ...] = (0,)  # one evaluation for each
     extractor: str = "inception"  # inception, or random-conv (light, and not FID)
@@ -47,16 +43,16 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
     if command.weights not in ("ema", "model") and Path(command.weights).is_file():
         logging.warning("--weights FILE is called --inception now; --weights is ema or model")
-        command = dataclasses.replace(command, inception=command.weights, weights="ema")
+        command = replace(command, inception=command.weights, weights="ema")
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     extractor = get_extractor(command.extractor, command.device, command.inception)
     source, root = load_training_data(run), run.config.data.root
     reference, condition = reference_statistics(source, extractor, root=root), load_condition(run, source)
     features = reference_features(source, extractor, root) if command.kid else None
-    about, options = (run, extractor, reference, command.sampling), {"condition": condition, "kid_reference": features}
+    measure = functools.partial(evaluate_run, run, extractor, reference, command.sampling, kid_reference=features)
     values = []
     for seed in command.seeds:
-        evaluation = evaluate_run(*about, seed, **options)
+        evaluation = measure(seed, condition=condition)
         append_event(run.folder, run.step, "evaluation", evaluation.record())
         values.append(evaluation.result.value)
         print(_line(run.step, evaluation))

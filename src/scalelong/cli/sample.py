@@ -1,6 +1,4 @@
-"""Sample images from a trained run into a PNG grid and an npz; image i depends only on the seed and i.
-
-Defaults of the sampler are the run's own.
+"""Sample images from a trained run into a PNG grid and an npz; settings of the sampler default to the run's own.
 
 Example: scalelong sample runs/demo/cs --num-samples 64 --seed 1
 
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -23,14 +21,12 @@ from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
 from scalelong.evaluation import load_condition, load_training_data
 from scalelong.runs import SAMPLES
-from scalelong.training import TrainedRun, load_run
+from scalelong.training import load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of `scalelong sample`."""
-
     run: RunFolder  # the run's folder
     seed: int = 0
     first: int = 0  # number of the first image
@@ -47,28 +43,23 @@ class Sample:
 def main(arguments: list[str]) -> None:
     command = parse_over_run(Sample, arguments, prog="scalelong sample", description=__doc__)
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
-    condition = _condition(run, command)
+    config, known, device = run.config, run.conditioning, torch.device(command.device)
+    condition = Condition(device)
+    if command.prompt:
+        condition = choose_prompts(config, known, command.prompt, device, command.encoder)
+    elif command.classes or config.condition.kind == "class":
+        condition = choose_classes(config, known, command.classes.split(",") if command.classes else [], device)
+    elif config.condition.kind == "text":
+        condition = load_condition(run, load_training_data(run))
     indices = range(command.first, command.first + command.sampling.count)
     images = run.sample(command.sampling, condition, indices=indices, seed=command.seed)
     out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
-    arrays = {"images": images.permute(0, 2, 3, 1).numpy()}
+    arrays: dict[str, Any] = {"images": images.permute(0, 2, 3, 1).numpy()}
     if condition.name == "class_labels":
         arrays["labels"] = condition.for_samples(torch.tensor(indices))["class_labels"].cpu().numpy()
     if command.prompt:
         arrays["prompts"] = np.array([command.prompt[i % len(command.prompt)] for i in indices])
     np.savez_compressed(out.with_name(f"{out.name}.npz"), **arrays)
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")
-
-
-def _condition(run: TrainedRun, command: Sample) -> Condition:
-    """The prompts or classes of the command line, else the classes in turn, else captions of the data."""
-    device, kind = torch.device(command.device), run.config.condition.kind
-    if command.prompt:
-        return choose_prompts(run.config, run.conditioning, command.prompt, device, command.encoder)
-    if command.classes or kind == "class":
-        return choose_classes(run.config, run.conditioning, [*filter(None, command.classes.split(","))], device)
-    if kind == "text":
-        return load_condition(run, load_training_data(run))
-    return Condition(device)

@@ -7,8 +7,7 @@ Example: scalelong train cifar10-uvit-s2 --evaluate-every 50000 --sampling.preci
 
 from __future__ import annotations
 
-import functools
-import time
+import timeit
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +32,6 @@ from scalelong.training.step import Stepper
 
 @dataclass(frozen=True)
 class Train:
-    """Arguments of `scalelong train`."""
-
     preset: PresetName  # one of those above; optional with --config
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
     config: str = ""  # a YAML file (such as a run's config.yaml) whose settings override the preset's
@@ -49,16 +46,19 @@ class Train:
 def parse(arguments: list[str]) -> Train:
     """The preset, then the YAML file, then the flags: later ones win."""
     about = f"{__doc__}\nPresets: {', '.join(PRESETS)}"
-    parsed = functools.partial(tyro.cli, Train, prog="scalelong train", description=about)
+
+    def parsed(given: list[str], default: Train) -> Train:
+        return tyro.cli(Train, args=given, default=default, prog="scalelong train", description=about)
+
     arguments = [argument.replace("--evaluate-precision", "--sampling.precision") for argument in arguments]
     asked = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first = parsed(args=asked, default=Train(preset="", settings=RunConfig()))  # finds preset and file in any order
+    first = parsed(asked, Train(preset="", settings=RunConfig()))  # finds preset and file in any order
     if not first.preset and not first.config and asked == arguments:
         raise ValueError(f"preset: name the one to train, one of {', '.join(PRESETS)}; or --config FILE")
     settings = get_preset(first.preset) if first.preset else RunConfig()
     if first.config:
         settings = from_yaml(first.config, settings)
-    return parsed(args=arguments, default=Train(preset=first.preset or Path(first.config).stem, settings=settings))
+    return parsed(arguments, Train(preset=first.preset or Path(first.config).stem, settings=settings))
 
 
 def main(arguments: list[str]) -> None:
@@ -89,7 +89,7 @@ def print_estimate(config: RunConfig) -> None:
     """Print the settings, parameters, memory and time; without the data, for the shape that the preset expects."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
-    source = None
+    source: Source | None = None
     try:
         source = build_source(config)
         condition = make_condition(config, source, device)
@@ -118,17 +118,16 @@ def _print_time(config: RunConfig, source: Source, condition: Condition) -> None
     small = replace(config, training=replace(config.training, batch_size=size, accumulate=1, compile="off"))
     model = build_model(config, source.shape, condition.conditioning).to(device)
     stepper = Stepper(small, model, build_objective(config), device, condition=condition)
-    loader, times = make_loader(source, 0, device, flip=config.data.flip, workers=0), []
-    for _ in range(3):
-        started = time.perf_counter()
+    loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
+
+    def step() -> None:
         pending = stepper.compute(1, loader.batches([torch.arange(size)]))
         stepper.update(pending)
         pending.read()
         stepper.clear()
-        times.append(time.perf_counter() - started)
-    seconds = min(times) * config.training.batch_size / size
+
+    seconds = min(timeit.repeat(step, number=1, repeat=3)) * config.training.batch_size / size
     if device.type == "cuda":
         print(f"            {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB was the peak at batch {size}")
-    hours = seconds * config.training.steps / 3600
-    print(f"time        about {seconds:.3g} s a step, {hours:.3g} h in all on this {device.type}")
-    print(f"            (scaled up from batch {size}, not compiled)")
+    hours = f"{seconds * config.training.steps / 3600:.3g} h in all on this {device.type}"
+    print(f"time        about {seconds:.3g} s a step, {hours} (scaled up from batch {size}, not compiled)")
