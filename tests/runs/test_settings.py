@@ -95,7 +95,7 @@ def test_a_wrong_value_is_refused_by_its_key(changes, message) -> None:
 def test_a_batch_must_divide_among_ranks_and_micro_batches() -> None:
     with pytest.raises(ValueError, match=r"training\.batch_size: must be a multiple of 3 \(3 ranks x 1 .*, got 8"):
         check_config(tiny(), world_size=3)
-    with pytest.raises(ValueError, match=r"training\.batch_size: .* 2 ranks x 8 micro-batches"):
+    with pytest.raises(ValueError, match=r"training\.batch_size: .*2 ranks x 8 micro-batches"):
         check_config(tiny(training_accumulate=8), world_size=2)
 
 
