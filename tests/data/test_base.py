@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scalelong.data.base import DataError, MemorySource, checked_labels
+from scalelong.data.base import DataError, MemorySource
 
 
 def make(**changes: object) -> MemorySource:

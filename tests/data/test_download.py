@@ -19,10 +19,8 @@ from scalelong.data.download import (
     Mirror,
     bad_files,
     cache_dir,
-    debian_unpack,
     fetch,
     http_get,
-    npm_pack,
 )
 
 from .conftest import RECORDS, noise
@@ -116,18 +114,18 @@ def test_mirror_checks_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_failing_tools_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_tool(tmp_path / "bin", "npm", "echo no such package >&2; exit 3", monkeypatch)
     with pytest.raises(DataError, match=r"npm pack thing@1.*status 3.*no such package"):
-        npm_pack("thing@1", tmp_path)
+        Mirror("npm", "thing@1").get(tmp_path)
     fake_tool(tmp_path / "bin", "npm", "exit 0", monkeypatch)
     with pytest.raises(DataError, match="expected one"):
-        npm_pack("thing@1", tmp_path)
+        Mirror("npm", "thing@1").get(tmp_path)
 
 
 def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match=r"npm is not on the PATH; install Node\.js"):
-        npm_pack("thing@1", tmp_path)
+        Mirror("npm", "thing@1").get(tmp_path)
     with pytest.raises(DataError, match="apt-get is not on the PATH"):
-        debian_unpack("thing", tmp_path)
+        Mirror("debian", "thing").get(tmp_path)
 
 
 def tree(folder: Path) -> list[str]:

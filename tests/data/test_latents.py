@@ -22,8 +22,7 @@ from scalelong.data import (
     load_source,
     to_float,
 )
-from scalelong.data.encode import LOCK, Origin, encode
-from scalelong.data.latents import ANNOTATIONS, AUTOENCODER, INDEX, decoder, original_images
+from scalelong.data.latents import ANNOTATIONS, AUTOENCODER, INDEX, LOCK, Origin, decoder, encode, original_images
 from scalelong.data.loader import flip_mask
 from scalelong.random import normal
 

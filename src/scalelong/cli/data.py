@@ -20,7 +20,7 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.cli.arguments import DataName
 from scalelong.data import SOURCES, check, load_source
 from scalelong.data.download import fetch
-from scalelong.data.encode import Origin, encode
+from scalelong.data.latents import Origin, encode
 from scalelong.data.text import encode_captions
 
 

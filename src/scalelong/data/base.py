@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order.
+    """Images with optional labels and captions; items 0 .. n - 1 always have the same order.
 
     >>> class Ramp(Source):
     ...     name, shape = "ramp", (1, 2, 2)
@@ -102,6 +103,17 @@ class Source(ABC):
         """Read one item whole, or raise a DataError; the image's (width, height) if it is resized afterwards."""
         self.read(item)
         return None
+
+    def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
+        """Set labels and classes, by default named by their number; a label that is not a class is refused."""
+        self.labels = labels.to(torch.int64)
+        self.class_names = list(class_names) or [str(k) for k in range(int(self.labels.max()) + 1)]
+        self.num_classes = len(self.class_names)
+        bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()
+        if len(bad):
+            row, value = int(bad[0]), int(self.labels[bad[0]])
+            expected = f"expected 0 .. {self.num_classes - 1} ({len(bad)} such item(s)); correct or remove them"
+            raise DataError(f"{where or self.name}: item {row} has label {value}, {expected}")
 
     def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
         """Training input, float32 (B, C, H, W), from stored items (B, ...), all on one device.
@@ -162,14 +174,11 @@ class MemorySource(Source):
             raise DataError(f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
         for what, values in (("labels", labels), ("captions", captions)):
             if values is not None and len(values) != len(images):
-                raise DataError(
-                    f"{name}: {len(values)} {what} for {len(images)} images; the files do not belong together"
-                )
+                raise DataError(f"{name}: {len(values)} {what} for {len(images)} images; use files of one set")
         self.name, self.images, self.captions = name, images, captions
         self.shape = (images.shape[1], images.shape[2], images.shape[3])
-        self.class_names = list(class_names)
-        self.num_classes = len(self.class_names) if labels is not None else 0
-        self.labels = checked_labels(labels, self.num_classes, name)
+        if labels is not None:
+            self.set_labels(labels, class_names)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -187,21 +196,6 @@ class MemorySource(Source):
         yield self.images.contiguous().numpy().tobytes()
 
 
-def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tensor | None:
-    """int64 labels, all in 0 .. num_classes - 1; a DataError names the first item that is not."""
-    if labels is None:
-        return None
-    labels = labels.to(torch.int64)
-    bad = ((labels < 0) | (labels >= num_classes)).nonzero().flatten()
-    if len(bad):
-        first = int(bad[0])
-        raise DataError(
-            f"{where}: item {first} has label {int(labels[first])}, expected 0 .. {num_classes - 1} "
-            f"({len(bad)} such item(s)); correct or remove them"
-        )
-    return labels
-
-
 def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
     """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
     wanted = np.asarray(items)
@@ -215,3 +209,11 @@ def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Seque
 def hashed_items(count: int) -> list[int]:
     """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
     return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; a DataError with the remedy if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: is not readable JSON ({error}); {remedy}") from error

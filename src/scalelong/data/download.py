@@ -1,8 +1,4 @@
-"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt. The one downloader of this package.
-
-Where files come from is data: each `Download` lists its mirrors, the home page first, then package registries by package
-name and version.
-"""
+"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt."""
 
 from __future__ import annotations
 
@@ -30,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _TOOL_SECONDS = 900.0
+_DEBIAN = "this needs Debian or Ubuntu"
 
 
 def cache_dir(root: Root = None) -> Path:
@@ -38,16 +35,12 @@ def cache_dir(root: Root = None) -> Path:
     >>> str(cache_dir("data"))
     'data'
     """
-    chosen = root or os.environ.get("SCALELONG_DATA")
-    if chosen:
+    if chosen := root or os.environ.get("SCALELONG_DATA"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "scalelong"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalelong"
 
 
 class Expected(NamedTuple):
-    """Size and hash of a file."""
-
     size: int
     digest: str
 
@@ -84,17 +77,23 @@ class Mirror:
     inside: str = ""  # where the files are in an unpacked Debian package
 
     def get(self, scratch: Path) -> Path:
-        """The archive or folder, downloaded into `scratch`; a DataError if it cannot be had or has another hash."""
+        """The archive or folder, downloaded into `scratch` and checked by hash; packages are never installed."""
         logger.info("trying %s: %s", self.kind, self.address)
         match self.kind:
             case "url":
                 found = http_get(self.address, scratch / Path(self.address).name)
             case "npm":
-                found = npm_pack(self.address, scratch)
+                command = ["npm", "pack", self.address, "--silent"]
+                found = _run(command, scratch, "*.tgz", "install Node.js (it brings npm)")
             case "pypi":
-                found = pip_download(self.address, scratch)
+                command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+                command += ["--quiet", "--disable-pip-version-check", "--retries=1", "--timeout=15"]
+                command += ["--dest", str(scratch), self.address]
+                found = _run(command, scratch, "*.whl", "install pip")
             case "debian":
-                found = debian_unpack(self.address, scratch) / self.inside
+                package = _run(["apt-get", "download", self.address], scratch, "*.deb", _DEBIAN)
+                unpacked = _run(["dpkg-deb", "-x", str(package), "unpacked"], scratch, "unpacked", _DEBIAN)
+                found = unpacked / self.inside
             case "path":
                 found = Path(self.address)
                 if not found.exists():
@@ -149,7 +148,7 @@ class Download:
         return bad_files(cache_dir(root) / self.name, self.files, remedy, self.algorithm)
 
     def _install(self, mirror: Mirror, home: Path) -> None:
-        """Fill the folder from one mirror; files with another hash leave nothing there."""
+        """Fill the folder from one mirror, or leave it alone if a file has another hash."""
         home.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
         with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
@@ -171,7 +170,7 @@ def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Pat
 
 
 def copy_members(source: Path, files: Path, members: Mapping[str, str], expected: Mapping[str, Expected]) -> None:
-    """Copy files out of a folder, or `members` (file: path in the archive) out of a wheel that is never installed."""
+    """Copy files out of a folder, or `members` (file: path in the archive) out of a wheel."""
     if source.is_dir():
         for name in members:
             if (source / name).is_file():
@@ -202,54 +201,21 @@ def http_get(url: str, target: Path) -> Path:
     return target
 
 
-def npm_pack(package: str, folder: Path) -> Path:
-    """The archive of an npm package `name@version`, downloaded into `folder`."""
-    npm = _tool("npm", "install Node.js (it brings npm)")
-    _run([npm, "pack", package, "--silent"], folder)
-    return _only(folder, "*.tgz", f"npm pack {package}")
-
-
-def pip_download(package: str, folder: Path) -> Path:
-    """The wheel of a Python package `name==version`, downloaded into `folder`; nothing is installed."""
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-    options += ["--retries=1", "--timeout=15", "--dest", str(folder)]
-    _run([sys.executable, "-m", "pip", "download", *options, package], folder)
-    return _only(folder, "*.whl", f"pip download {package}")
-
-
-def debian_unpack(package: str, folder: Path) -> Path:
-    """A Debian package's files, unpacked below `folder` (needs no root)."""
-    apt = _tool("apt-get", "this needs Debian or Ubuntu")
-    dpkg = _tool("dpkg-deb", "this needs Debian or Ubuntu")
-    _run([apt, "download", package], folder)
-    root = folder / "unpacked"
-    _run([dpkg, "-x", str(_only(folder, "*.deb", f"apt-get download {package}")), str(root)], folder)
-    return root
-
-
-def _tool(name: str, remedy: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise DataError(f"{name} is not on the PATH; {remedy}")
-    return path
-
-
-def _run(command: list[str], folder: Path) -> None:
+def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
+    """Run a tool in `folder` and return the one file or folder there that matches `made`."""
     shown = " ".join([Path(command[0]).name, *command[1:3]])
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise DataError(f"{shown}: no answer in {_TOOL_SECONDS:.0f} s") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{shown}: {command[0]} is not on the PATH; {remedy}") from error
     except OSError as error:
         raise DataError(f"{shown}: {error}") from error
     if done.returncode != 0:
         reason = " ".join((done.stderr or done.stdout).split())[-400:]
         raise DataError(f"{shown}: failed with status {done.returncode}: {reason}")
-
-
-def _only(folder: Path, pattern: str, command: str) -> Path:
-    found = sorted(folder.glob(pattern))
+    found = sorted(folder.glob(made))
     if len(found) != 1:
-        names = [path.name for path in found]
-        raise DataError(f"{command}: expected one {pattern}, got {names}")
+        raise DataError(f"{shown}: expected one {made}, got {[path.name for path in found]}")
     return found[0]

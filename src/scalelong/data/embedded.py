@@ -1,12 +1,10 @@
 """Sets that need no download: scikit-learn's digits, and the emoji that ship with the package.
 
-The emoji are one lossless sheet of 32 x 32 tiles and a JSON file of names and categories; `scripts/build_emoji.py`
-builds both.
+The emoji are a lossless sheet of 32 x 32 tiles and a table, both built by `scripts/build_emoji.py`.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -60,15 +58,16 @@ def load_emoji(request: Request) -> MemorySource:
     """
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
     try:
-        with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
+        with Image.open(ASSETS / SHEET) as image:
             sheet = np.array(image.convert("RGB"))
     except OSError as error:
         raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
-    labels, captions = torch.tensor(table["labels"]), table["captions"]
-    items, unseen = list(range(len(captions))), set(table["unseen"])
+    items = list(range(len(table["captions"])))
     if request.split != "train":
+        unseen = set(table["unseen"])
         items = [item for item in items if (item in unseen) == (request.split == "unseen")]
-    images, texts = torch.from_numpy(tiles[items]), [captions[item] for item in items]
-    return resized(MemorySource("emoji32", images, labels[items], table["classes"], texts), request.image_size)
+    images, labels = torch.from_numpy(tiles[items]), torch.tensor(table["labels"])[items]
+    captions = [table["captions"][item] for item in items]
+    return resized(MemorySource("emoji32", images, labels, table["classes"], captions), request.image_size)

@@ -1,7 +1,6 @@
 """Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files.
 
-A data set larger than the disk is read as a stream and never stored. A stream has no random access, so it is shuffled
-within windows of rows that follow one another; resuming skips to the window of the next sample.
+A stream has no random access, so it is shuffled within windows of rows that follow one another.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, checked_labels, hashed_items
+from scalelong.data.base import DataError, hashed_items
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import PictureSource, open_rgb
 from scalelong.data.registry import Request, register
@@ -34,7 +33,6 @@ class _RowSource(PictureSource):
     _column: str  # of the images
 
     def _decode(self, item: int, cell: dict[str, Any] | None) -> Image.Image:
-        """Decode one cell of the image column."""
         where = self.where(item)
         if cell is None:
             raise DataError(f"{where}: the row has no image; filter such rows out")
@@ -42,11 +40,8 @@ class _RowSource(PictureSource):
             return open_rgb(io.BytesIO(cell["bytes"]), where)
         return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
 
-    def _set_labels(self, cells: Sequence[Any], column: str, names: list[str]) -> None:
-        labels = torch.tensor(self._filled(cells, column, "label"), dtype=torch.int64)
-        self.class_names = names or [str(k) for k in range(int(labels.max()) + 1)]
-        self.num_classes = len(self.class_names)
-        self.labels = checked_labels(labels, self.num_classes, f"{self.name} column {column!r}")
+    def _label(self, cells: Sequence[Any], column: str, names: list[str]) -> None:
+        self.set_labels(torch.tensor(self._filled(cells, column, "label")), names, f"{self.name} column {column!r}")
 
     def _filled(self, cells: Sequence[Any], column: str, what: str) -> list[Any]:
         """The cells of a column, refused if one is empty."""
@@ -70,7 +65,7 @@ class HuggingFaceSource(_RowSource):
         self.image_size = request.image_size
         label, names = _label_column(rows)
         if label is not None:
-            self._set_labels(list(rows[label]), label, names)
+            self._label(list(rows[label]), label, names)
         for name in _CAPTION_NAMES:
             if name in rows.features and name != self._column and self.captions is None:
                 first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
@@ -130,7 +125,7 @@ class StreamedSource(_RowSource):
         return self._decode(item, rows[place][self._column])
 
     def _read_window(self, number: int) -> list[Any]:
-        """Read one window, from the stream's position if that is where it starts; two windows are kept."""
+        """Read one window, without skipping if the stream is there already; two windows are kept."""
         following, rows = self._cursor or (0, iter(self._stream))
         if following != number:
             rows = iter(self._stream.skip(number * self.window))
@@ -148,11 +143,18 @@ class StreamedSource(_RowSource):
         caption = next((name for name in texts if name != self._column), None)
         columns = [name for name in (label, caption) if name is not None]
         table = list(islice(stream.select_columns(columns), rows)) if columns else []
-        self._count = len(table) if columns else rows or _stated_rows(stream, split, self.name)
+        self._count = len(table) if columns else rows or self._stated_rows(stream, split)
         if caption is not None:
             self.captions = self._filled([row[caption] for row in table], caption, "caption")
         if label is not None:
-            self._set_labels([row[label] for row in table], label, names)
+            self._label([row[label] for row in table], label, names)
+
+    def _stated_rows(self, stream: Any, split: str) -> int:
+        """The number of rows in the data set's own description; counting would read the whole stream."""
+        count = getattr((stream.info.splits or {}).get(split), "num_examples", None)
+        if not count:
+            raise DataError(f"data.name: {self.name} does not say how many rows it has; write {self.name}#ROWS")
+        return int(count)
 
     def _form(self) -> object:
         return (self.shape, len(self), self.window)
@@ -174,12 +176,7 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
     """The rows of one split; errors of the library become a DataError with a remedy."""
     datasets = _library()
     path = Path(name).expanduser()
-    remedy = (
-        "write it again"
-        if path.is_dir()
-        else "there is no such folder, so it was looked for on the hub: check the name and the network, or save it "
-        "with save_to_disk where there is one and pass that path"
-    )
+    remedy = "write it again" if path.is_dir() else "not a folder, so check the name on the hub and the network"
     try:
         if not path.is_dir():
             return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
@@ -199,7 +196,7 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
-    """The files of one split, by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
+    """The files of one split, by name or folder (`train-00000.parquet`, `train/0.parquet`)."""
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise DataError(f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path")
@@ -219,13 +216,14 @@ def _parquet_files(path: Path, split: str) -> list[str]:
 
 
 def _image_column(rows: Any, where: str) -> str:
-    """The column that holds the images."""
+    """The column that holds the images: typed as such, or else of encoded bytes."""
+
+    def encoded(name: str, feature: Any) -> bool:
+        return "bytes" in feature if isinstance(feature, dict) else name in _IMAGE_NAMES and _dtype(feature) == "binary"
+
     features = rows.features.items()
-    images = [name for name, feature in features if isinstance(feature, _library().Image)] or [
-        name
-        for name, feature in features
-        if (isinstance(feature, dict) and "bytes" in feature) or (name in _IMAGE_NAMES and _dtype(feature) == "binary")
-    ]
+    images = [name for name, feature in features if isinstance(feature, _library().Image)]
+    images = images or [name for name, feature in features if encoded(name, feature)]
     if not images:
         raise DataError(f"{where}: no image column among {', '.join(rows.features)}; cast one with datasets.Image()")
     return next((name for name in _IMAGE_NAMES if name in images), images[0])
@@ -234,19 +232,10 @@ def _image_column(rows: Any, where: str) -> str:
 def _label_column(rows: Any) -> tuple[str | None, list[str]]:
     """The column of labels, if any, and its class names, if it has them."""
     classed = [name for name, feature in rows.features.items() if isinstance(feature, _library().ClassLabel)]
-    whole = [name for name in _LABEL_NAMES if str(_dtype(rows.features.get(name))).startswith(("int", "uint"))]
+    whole = [name for name in _LABEL_NAMES if _dtype(rows.features.get(name)).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)
     return column, list(rows.features[column].names) if column in classed else []
 
 
-def _dtype(feature: Any) -> Any:
-    return getattr(feature, "dtype", None)
-
-
-def _stated_rows(stream: Any, split: str, name: str) -> int:
-    """The number of rows in the data set's own description; counting would read the whole stream."""
-    splits = getattr(stream.info, "splits", None) or {}
-    count = getattr(splits.get(split), "num_examples", None)
-    if not count:
-        raise DataError(f"data.name: {name} does not say how many rows it has; write {name}#ROWS")
-    return int(count)
+def _dtype(feature: Any) -> str:
+    return str(getattr(feature, "dtype", None))

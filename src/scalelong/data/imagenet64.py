@@ -62,8 +62,7 @@ class ImageNet64Source(Source):
         self._batches = [_pixels(file, cache) for file in files]
         self.labels = torch.cat([_labels(file, len(data)) for file, data in zip(files, self._batches, strict=True)])
         self.class_names = _class_names(folder / CLASS_TABLE)
-        size = image_size or SIZE
-        self.shape = (3, size, size)
+        self.shape = (3, image_size or SIZE, image_size or SIZE)
         self._starts = list(accumulate((len(data) for data in self._batches), initial=0))
 
     def __len__(self) -> int:
@@ -93,10 +92,8 @@ def _pixels(file: Path, cache: Path) -> Array:
     except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
         raise DataError(f"{file}: not a whole npz file ({error}); download it again") from error
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
-        raise DataError(
-            f"{file}: data is {data.dtype} {data.shape}, expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} "
-            "version in npz format"
-        )
+        expected = f"expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} version in npz format"
+        raise DataError(f"{file}: data is {data.dtype} {data.shape}, {expected}")
     return data
 
 
@@ -110,18 +107,13 @@ def _labels(file: Path, count: int) -> Tensor:
         raise DataError(f"{file}: {len(labels)} labels for {count} images; download it again")
     bad = np.flatnonzero((labels < 1) | (labels > CLASSES))
     if len(bad):
-        raise DataError(
-            f"{file}: row {bad[0]} has label {labels[bad[0]]}, expected 1 .. {CLASSES} ({len(bad)} such row(s)); "
-            "download it again"
-        )
+        expected = f"expected 1 .. {CLASSES} ({len(bad)} such row(s)); download it again"
+        raise DataError(f"{file}: row {bad[0]} has label {labels[bad[0]]}, {expected}")
     return torch.from_numpy(labels - 1)
 
 
 def _class_names(table: Path) -> list[str]:
     """From lines such as `n02119789 1 kit_fox`; plain numbers without the table."""
-    names = [str(number) for number in range(CLASSES)]
-    for line in table.read_text().splitlines() if table.is_file() else ():
-        words = line.split(maxsplit=2)
-        if len(words) == 3 and words[1].isdigit() and 1 <= int(words[1]) <= CLASSES:
-            names[int(words[1]) - 1] = words[2].replace("_", " ")
-    return names
+    lines = re.findall(r"^\S+[ \t]+(\d+)[ \t]+(.+)$", table.read_text() if table.is_file() else "", flags=re.M)
+    found = {int(number) - 1: name.strip().replace("_", " ") for number, name in lines}
+    return [found.get(number, str(number)) for number in range(CLASSES)]

@@ -1,40 +1,52 @@
-"""Latents of an autoencoder in shards, as `scalelong data encode` writes them.
+"""Latents of an autoencoder in shards: encoding a set of images once, and training on the result.
 
 Each item is stored as mean and log-variance, of the image and of its mirror image; a training sample is mean + standard
-deviation x noise, the noise being a function of (seed, index).
+deviation x noise, the noise being a function of (seed, index). An interrupted encoding can be continued.
 Shapes: n items, B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import DataError, Problem, Root, Source, checked_labels, gather_rows
+from scalelong.data.base import DataError, Problem, Root, Source, gather_rows, read_json, to_float
 from scalelong.data.download import Expected, bad_files
+from scalelong.data.images import threaded
 from scalelong.data.registry import Request, load_source, register
+from scalelong.files import atomic_write, file_digest, write_text
 from scalelong.random import normal
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "latents"
 INDEX = "index.json"
-PLAN = "encoding.json"
+PLAN = "encoding.json"  # of an encoding that is not finished
 ANNOTATIONS = "annotations.json"
 AUTOENCODER = "autoencoder"
+LOCK = ".lock"
 TENSOR = "moments"
 FORMAT = "scalelong-latents-1"
-_REMEDY = "run the same `scalelong data encode` again to make the bad files anew"
+_REMEDY = "run the same `scalelong data encode` again"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
 
@@ -56,12 +68,11 @@ class LatentSource(Source):
         self.folder = Path(request.path).expanduser()
         self.name = f"{PREFIX}:{request.path}"
         self.index = read_index(self.folder)
+        pixels, split = self.index["pixels"][1], self.index["source"]["split"]
         if request.image_size is not None:
             raise DataError(
-                f"data.image_size: {self.name} are of {self.index['pixels'][1]} pixels already; leave it out, "
-                "or encode the images again at that size"
+                f"data.image_size: {self.name} are of {pixels} pixels already; leave it out, or encode again"
             )
-        split = self.index["source"]["split"]
         if request.split != split:
             raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}")
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
@@ -70,10 +81,8 @@ class LatentSource(Source):
         notes = json.loads((self.folder / ANNOTATIONS).read_text())
         self.captions = notes["captions"]
         self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
-        self.class_names = notes["class_names"]
-        self.num_classes = len(self.class_names)
-        labels = None if notes["labels"] is None else torch.tensor(notes["labels"])
-        self.labels = checked_labels(labels, self.num_classes, self.name)
+        if notes["labels"] is not None:
+            self.set_labels(torch.tensor(notes["labels"]), notes["class_names"])
         channels, height, width = self.index["shape"]
         self.shape = (channels, height, width)
         self._starts = list(accumulate((shard["count"] for shard in self.index["shards"]), initial=0))
@@ -126,18 +135,13 @@ class LatentSource(Source):
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of finished latents."""
-    path = folder / INDEX
-    if not path.is_file():
-        unfinished = (folder / PLAN).is_file()
-        remedy = "run the same `scalelong data encode` again to continue" if unfinished else "check the path"
-        what = "the encoding is not finished" if unfinished else f"not latents (no {INDEX})"
-        raise DataError(f"data.name: {folder}: {what}; {remedy}")
-    try:
-        index: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error}); encode again") from error
+    if not (folder / INDEX).is_file():
+        if (folder / PLAN).is_file():
+            raise DataError(f"data.name: {folder}: the encoding is not finished; {_REMEDY} to continue")
+        raise DataError(f"data.name: {folder}: not latents (no {INDEX}); check the path")
+    index: dict[str, Any] = read_json(folder / INDEX, "encode again")
     if index.get("format") != FORMAT:
-        raise DataError(f"{path}: format {index.get('format')!r}, expected {FORMAT!r}; encode again with this version")
+        raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
     return index
 
 
@@ -154,7 +158,7 @@ def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = ma
     expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
     expected[ANNOTATIONS] = Expected(1, index["annotations"])
     hashed = sum(want.size for want in expected.values()) <= hash_limit
-    return bad_files(folder, expected, _REMEDY, "sha256" if hashed else None)
+    return bad_files(folder, expected, f"{_REMEDY} to make it anew", "sha256" if hashed else None)
 
 
 def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | torch.device = "cpu") -> Autoencoder:
@@ -162,8 +166,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | tor
     found = load_autoencoder(folder / AUTOENCODER, device, index["scale"])
     if found.digest != index["autoencoder"]["sha256"]:
         raise DataError(
-            f"{folder / AUTOENCODER}: is another autoencoder (sha256 {found.digest[:12]}) than the latents were made "
-            f"with ({index['autoencoder']['sha256'][:12]}); put the right one back, or encode again"
+            f"{folder / AUTOENCODER}: is another autoencoder than the latents' own; restore it or encode again"
         )
     return found
 
@@ -179,10 +182,7 @@ def decoder(name: str, device: str | torch.device, fingerprint: str = "") -> Aut
     path = Path(folder).expanduser()
     index = read_index(path)
     if fingerprint and fingerprint != index_digest(index):
-        raise DataError(
-            f"{path}: holds other latents than the model was trained on (another autoencoder, or encoded anew); "
-            "put the right ones back"
-        )
+        raise DataError(f"{path}: holds other latents than the model was trained on; put the right ones back")
     return latent_autoencoder(path, index, device)
 
 
@@ -195,3 +195,134 @@ def original_images(source: Source, root: Root = None) -> Source:
     if images.fingerprint != origin["fingerprint"]:
         raise DataError(f"{images.name}: not the images that {source.name} were made from; encode them again")
     return images
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the images came from, so that latents can be compared with them."""
+
+    name: str
+    image_size: int | None = None
+    split: str = "train"
+
+
+def encode(
+    source: Source,
+    autoencoder: Autoencoder,
+    folder: str | Path,
+    origin: Origin,
+    *,
+    batch_size: int = 64,
+    per_shard: int = 1024,
+) -> Path:
+    """Write the latents of every image and its mirror image; the same call again continues, keeping whole shards."""
+    folder = Path(folder)
+    if batch_size < 1 or per_shard < 1:
+        raise ValueError(f"encode: batch_size and per_shard must be at least 1, got {batch_size} and {per_shard}")
+    if source.stored[1] != torch.uint8:
+        raise DataError(f"data.name: {source.name} are latents already; encode the images they were made from")
+    shape = autoencoder.latent_shape(source.shape)
+    plan = {  # all that decides what is written
+        "format": FORMAT,
+        "autoencoder": {"sha256": autoencoder.digest, "class": type(autoencoder.model).__name__},
+        "scale": autoencoder.scale,
+        "shift": autoencoder.shift,
+        "source": {**vars(origin), "fingerprint": source.fingerprint},
+        "pixels": list(source.shape),
+        "shape": list(shape),
+        "count": len(source),
+        "per_shard": per_shard,
+    }
+    with _locked(folder):
+        if not _is_complete(folder, plan):
+            _encode(source, autoencoder, folder, plan, batch_size)
+    return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from encoding into the same folder until the block ends or the process dies."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in folder.iterdir()} - {LOCK}
+    if names and names.isdisjoint({PLAN, INDEX}):
+        raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
+    with (folder / LOCK).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"out: another process is encoding into {folder}; wait for it or stop it") from None
+        yield
+
+
+def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
+    """Whether the folder holds these latents whole; else it is (re)opened with its good shards kept."""
+    index = read_index(folder) if (folder / INDEX).is_file() else None
+    found = index or (json.loads((folder / PLAN).read_text()) if (folder / PLAN).is_file() else plan)
+    changed = [
+        f"{key}: {found.get(key)} there, {value} requested" for key, value in plan.items() if found.get(key) != value
+    ]
+    if changed:
+        raise DataError(
+            f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another folder"
+        )
+    if index is not None:
+        problems = check_latents(folder, index)
+        if not problems:
+            logger.info("%s is complete", folder)
+            return True
+        logger.warning("%s", problems[0].message)
+        for shard in index["shards"]:
+            write_text((folder / shard["file"]).with_suffix(".json"), json.dumps(shard))
+    elif found is plan:
+        free, needed = shutil.disk_usage(folder).free, 16 * plan["count"] * math.prod(plan["shape"])
+        if free < needed:
+            raise OSError(f"out: {folder} has {free / 1e9:.1f} GB free, the latents need {needed / 1e9:.1f} GB")
+    write_text(folder / PLAN, json.dumps(plan))
+    (folder / INDEX).unlink(missing_ok=True)
+    return False
+
+
+def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mapping[str, Any], batch_size: int) -> None:
+    for leftover in folder.glob(".*-staging-*"):  # of a killed process; the folder is locked, so nobody writes them
+        leftover.unlink()
+    autoencoder.model.save_pretrained(folder / AUTOENCODER)
+    latent_autoencoder(folder, plan)  # the saved copy has the digest of the plan
+    counts = source.caption_counts
+    annotations = {
+        "labels": None if source.labels is None else source.labels.tolist(),
+        "class_names": list(source.class_names),
+        "captions": source.captions,
+        "caption_counts": None if counts is None else counts.tolist(),
+    }
+    write_text(folder / ANNOTATIONS, json.dumps(annotations))
+    size, shards = plan["per_shard"], []
+    with tqdm(total=len(source), unit="img", desc=f"encode {source.name}", disable=None) as bar:
+        for number, start in enumerate(range(0, len(source), size)):
+            path, items = folder / f"shard-{number:05d}.safetensors", range(start, min(start + size, len(source)))
+            note = path.with_suffix(".json")  # exists if an earlier process finished this shard
+            entry = json.loads(note.read_text()) if note.is_file() and path.is_file() else None
+            if entry is None or entry["sha256"] != file_digest(path):
+                with atomic_write(path) as file:
+                    file.write(save({TENSOR: _moments(source, items, autoencoder, batch_size, bar)}))
+                entry = {"file": path.name, "count": len(items)}
+                entry |= {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+                write_text(note, json.dumps(entry))
+            shards.append(entry)
+            bar.update(items.stop - bar.n)
+    index = {**plan, "annotations": file_digest(folder / ANNOTATIONS), "shards": shards}
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    for leftover in (*folder.glob("shard-*.json"), folder / PLAN):
+        leftover.unlink()
+
+
+def _moments(source: Source, items: range, autoencoder: Autoencoder, batch_size: int, bar: Any) -> Tensor:
+    """(n, 2, 2, C, h, w) on the CPU: mean and log-variance of the images and of their mirror images."""
+    images, parts = threaded(source.read, items), []
+    while batch := list(islice(images, batch_size)):
+        pixels = to_float(torch.stack(batch).to(autoencoder.model.device)).to(autoencoder.model.dtype)
+        both = [autoencoder.moments(view).float() for view in (pixels, pixels.flip(-1))]
+        parts.append(torch.stack(both, dim=1).cpu())
+        bar.update(len(batch))
+    return torch.cat(parts)

@@ -1,8 +1,7 @@
 """The order in which items are used, and how they get to the device.
 
 Order, flips and captions are functions of (seed, global sample index): batch size, workers and resuming change nothing.
-Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run; an item is a row
-of the source.
+Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from scalelong.random import random_bits, uniform
 
 _RESIDENT_LIMIT_BYTES = 2**31
 
-_Request = tuple[list[int], list[int]]  # global indices, items
-_Reply = tuple[list[int], list[int], Tensor | DataError]
+_Reply = tuple[list[int], list[int], Tensor | DataError]  # global indices, items, what was read
 
 
 @lru_cache(maxsize=8)
@@ -54,9 +52,8 @@ def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) 
     windows = places // window * window  # first place of each window
     starts = index - places + windows  # its global index
     items = torch.empty_like(index)
-    for start in sorted(set(starts.tolist())):
-        here = starts == start
-        first = start % n
+    for start in starts.unique().tolist():
+        here, first = starts == start, start % n
         items[here] = first + _permutation(seed, start, min(window, n - first))[places[here] - first]
     return items
 
@@ -77,13 +74,7 @@ def caption_rows(seed: int, index: Tensor, items: Tensor, counts: Tensor | None)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch on the device.
-
-    >>> from scalelong.data import load_source
-    >>> batch = make_loader(load_source("digits"), seed=0).batch(torch.arange(2))
-    >>> batch.images.shape, batch.items.tolist() == sample_to_item(0, 1797, batch.index).tolist()
-    (torch.Size([2, 1, 8, 8]), True)
-    """
+    """One batch on the device, as `make_loader(load_source("digits"), seed=0).batch(torch.arange(2))` returns it."""
 
     images: Tensor  # float32 (B, C, H, W), on the device: pixels in [-1, 1], or latents
     labels: Tensor | None  # int64 (B,), on the device
@@ -103,8 +94,12 @@ class Loader(ABC):
         self._labels = None if source.labels is None else source.labels.to(self.device)
 
     @abstractmethod
+    def batch(self, index: Tensor) -> Batch:
+        """The batch of these global sample indices, read in this process."""
+
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch per tensor of global sample indices, in that order."""
+        return map(self.batch, index_batches)
 
     def items(self, index: Tensor) -> Tensor:
         """The items at these global sample indices."""
@@ -133,18 +128,14 @@ class DeviceLoader(Loader):
         self._images = load_images(source).to(self.device)
 
     def batch(self, index: Tensor) -> Batch:
-        """The batch of these global sample indices."""
         index = index.to(device="cpu", dtype=torch.int64)
         items = self.items(index)
         on_device = items.to(self.device, non_blocking=True)
         return self._finish(index, items, self._images[on_device], on_device)
 
-    def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        return map(self.batch, index_batches)
-
 
 class StreamLoader(Loader):
-    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no processes.
+    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no process.
 
     >>> from scalelong.data import load_source
     >>> loader = StreamLoader(load_source("digits"), seed=0, workers=0)
@@ -169,8 +160,6 @@ class StreamLoader(Loader):
         self.by_thread = workers > self.workers == 0
 
     def batch(self, index: Tensor) -> Batch:
-        """The batch of these global sample indices, read in this process."""
-        index = index.to(device="cpu", dtype=torch.int64)
         return self._receive(_Reader(self.source).__getitems__((index.tolist(), self.items(index).tolist())))
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
@@ -212,7 +201,7 @@ class _Reader(Dataset[_Reply]):
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitems__(self, request: _Request) -> _Reply:
+    def __getitems__(self, request: tuple[list[int], list[int]]) -> _Reply:
         indices, items = request
         try:
             return indices, items, self.source.read_many(items)

@@ -70,7 +70,7 @@ def find_source(name: str) -> tuple[SourceSpec, str]:
         return SOURCES["folder"], name
     known = [spec.form for spec in SOURCES.values()]
     forms = ", ".join(known)
-    if any(separator in name for separator in ("/", "\\")) or name.startswith(("~", ".")):
+    if name.startswith(("~", ".")) or {"/", "\\"} & set(name):
         raise DataError(f"data.name: {name!r} is not an existing folder; check the path. Known: {forms}")
     hint = did_you_mean(name.lower(), [form for form in known if ":" not in form])
     raise DataError(f"data.name: unknown {name!r}; {hint}choose one of {forms}")
@@ -99,9 +99,7 @@ def expected_shape(name: str) -> Shape | None:
 
 
 def check(name: str, *, image_size: int | None = None, root: Root = None, split: str = "train") -> list[Problem]:
-    """Read all of a source and list every bad file, row or sample; an empty list means that all of it is good.
-
-    image_size: the size that images will be resized to; without it all must have one size.
+    """List every bad file, row or sample of a source; without an image size, images of several sizes are a problem.
 
     >>> check("emoji32")
     []
