@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import DataError, DeviceLoader, StreamLoader, load_source
+from scalelong.data import DataError, load_source
+from scalelong.data.loader import DeviceLoader, StreamLoader
 
 from .conftest import noise
 

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError, to_float, to_uint8
-from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_tensor
+from scalelong.data.base import threaded
+from scalelong.data.images import fit, open_rgb, resize_all, to_tensor
 
 from .conftest import noise
 

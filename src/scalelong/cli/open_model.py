@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.data.registry import expected_shape
+from scalelong.data.base import find_source
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
@@ -107,7 +107,7 @@ def example_tensor(text: str) -> Tensor:
 
 def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, conditioning = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
+    shape, conditioning = EXPECTED.get(config.data.name, (find_source(config.data.name)[0].shape, Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])
     if shape is None:

@@ -1,40 +1,37 @@
-"""What a source of images is. Legend: n items, C channels, H x W pixels."""
+"""What a source of images is, and the registry of sources. Legend: n items, C channels, H x W pixels."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
+
+from scalelong.errors import did_you_mean
 
 Shape = tuple[int, int, int]
+Device = str | torch.device
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
 
 _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
+_POOL_WINDOW = 1024  # items handed to the thread pool at a time
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
 
 
 class DataError(ValueError):
     """Bad data; the message names the file (or row) and the remedy."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One bad file or item, as `check` lists them."""
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message if self.path in self.message else f"{self.path}: {self.message}"
 
 
 def to_float(images: Tensor) -> Tensor:
@@ -86,6 +83,11 @@ class Source(ABC):
     def stored(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what `read` returns."""
         return self.shape, torch.uint8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items as stored."""
+        return len(self) * math.prod(self.stored[0]) * self.stored[1].itemsize
 
     @abstractmethod
     def read(self, item: int) -> Tensor:
@@ -145,12 +147,6 @@ class Source(ABC):
             digest.update(caption.encode() + b"\0")
         return digest.hexdigest()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items as stored."""
-        shape, dtype = self.stored
-        return len(self) * math.prod(shape) * dtype.itemsize
-
 
 class MemorySource(Source):
     """A set held in memory.
@@ -196,24 +192,116 @@ class MemorySource(Source):
         yield self.images.contiguous().numpy().tobytes()
 
 
-def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
-    """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
-    wanted = np.asarray(items)
-    homes = np.searchsorted(starts, wanted, side="right") - 1
-    for home in np.unique(homes).tolist():
-        here = homes == home
-        out[here] = shard(home)[wanted[here] - starts[home]]
-    return torch.from_numpy(out)
+@dataclass(frozen=True)
+class Request:
+    """What `load_source` or `check` was asked for."""
+
+    path: str  # what follows "prefix:"; the name of a named set
+    image_size: int | None = None
+    split: str = "train"
+    root: Root = None
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """How a source is named, described, loaded and checked; `register` adds it to `SOURCES`."""
+
+    form: str  # "cifar10", or a prefix and what follows it: "folder:PATH"
+    description: str
+    load: Callable[[Request], Source]
+    splits: tuple[str, ...] = ()  # of a named set; sources with a path look for theirs in the data
+    check: Callable[[Request], list[DataError]] | None = None  # None: every item is read
+    shape: Shape | None = None  # of the items, if known without the data
+
+
+SOURCES: dict[str, SourceSpec] = {}  # by name or prefix
+
+
+def register(form: str, description: str, **options: Any) -> Callable[[Loads], Loads]:
+    """Decorate a `Source` class or a function that takes a `Request`; options are further fields of `SourceSpec`.
+
+    >>> @register("black", "eight black images", splits=("train",))
+    ... def load_black(request):
+    ...     return MemorySource("black", torch.zeros(8, 3, 4, 4, dtype=torch.uint8))
+    >>> len(load_source("black")), SOURCES.pop("black").description
+    (8, 'eight black images')
+    """
+
+    def add(load: Loads) -> Loads:
+        SOURCES[form.partition(":")[0]] = SourceSpec(form, description, load, **options)
+        return load
+
+    return add
+
+
+def find_source(name: str) -> tuple[SourceSpec, str]:
+    """The spec that a name refers to, and what follows its prefix; a plain path is a folder."""
+    prefix, _, path = name.partition(":")
+    spec = SOURCES.get(prefix)
+    if spec and (path if ":" in spec.form else name == prefix):
+        return spec, path or name
+    if name and Path(name).expanduser().is_dir():
+        return SOURCES["folder"], name
+    known = [spec.form for spec in SOURCES.values()]
+    if name.startswith(("~", ".")) or {"/", "\\"} & set(name):
+        raise DataError(f"data.name: {name!r} is not an existing folder; check the path. Known: {', '.join(known)}")
+    hint = did_you_mean(name.lower(), [form for form in known if ":" not in form])
+    raise DataError(f"data.name: unknown {name!r}; {hint}choose one of {', '.join(known)}")
+
+
+def load_source(
+    name_or_path: str | Path, *, image_size: int | None = None, split: str = "train", root: Root = None
+) -> Source:
+    """Load a source by name; `image_size` crops and resizes, `root` is the cache folder (see `cache_dir`).
+
+    >>> source = load_source("digits")
+    >>> len(source), source.shape, source.num_classes
+    (1797, (1, 8, 8), 10)
+    """
+    if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
+        raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
+    spec, path = find_source(str(name_or_path))
+    if spec.splits and split not in spec.splits:
+        raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}")
+    return spec.load(Request(path, image_size, split, root))
+
+
+def check(name: str, *, image_size: int | None = None, root: Root = None, split: str = "train") -> list[DataError]:
+    """Every bad file, row or sample of a source; without an image size, images of several sizes are a problem.
+
+    >>> check("emoji32")
+    []
+    """
+    spec, path = find_source(name)
+    if spec.check is not None:
+        return spec.check(Request(path, image_size, split, root))
+    try:
+        source = load_source(name, image_size=1, split=split, root=root)  # with a size, loading decodes no image
+    except DataError as error:
+        return [error]
+
+    def verify(item: int) -> tuple[int, int] | DataError | None:
+        try:
+            return source.verify(item)
+        except DataError as error:
+            return error
+
+    results = list(tqdm(threaded(verify, range(len(source))), total=len(source), desc=name, disable=None))
+    problems = [each for each in results if isinstance(each, DataError)]
+    sizes = sorted({each for each in results if isinstance(each, tuple)})
+    if image_size is None and spec.shape is None and len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for width, height in sizes[:3]) + (", ..." if len(sizes) > 3 else "")
+        problems.append(DataError(f"{name}: images of {len(sizes)} sizes ({shown}); set data.image_size"))
+    return problems
+
+
+def threaded(function: Callable[[Item], Result], items: Sequence[Item], threads: int = 8) -> Iterator[Result]:
+    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(items), _POOL_WINDOW):
+            yield from pool.map(function, items[start : start + _POOL_WINDOW])
 
 
 def hashed_items(count: int) -> list[int]:
     """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
     return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
-
-
-def read_json(path: Path, remedy: str) -> Any:
-    """The content of a JSON file; a DataError with the remedy if it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: is not readable JSON ({error}); {remedy}") from error

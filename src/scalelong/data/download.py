@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import os
 import shutil
@@ -15,11 +16,11 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Problem, Root
+from scalelong.data.base import DataError, Request, Root
 from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Expected(NamedTuple):
 
 def bad_files(
     folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str | None = "sha256"
-) -> list[Problem]:
+) -> list[DataError]:
     """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash (None: sizes only)."""
     problems = []
     for name, want in expected.items():
@@ -63,7 +64,7 @@ def bad_files(
         except OSError as error:
             found = f"unreadable ({error.strerror or error})"
         if found:
-            problems.append(Problem(str(path), f"{path}: {found}; {remedy}"))
+            problems.append(DataError(f"{path}: {found}; {remedy}"))
     return problems
 
 
@@ -118,23 +119,18 @@ class Download:
     def fetch(self, root: Root = None, source: str | Path | None = None) -> Path:
         """The folder of the verified files, fetched if necessary; `source` is the user's own copy."""
         home = cache_dir(root) / self.name
-        if source is not None:
-            source = Path(source).expanduser()
-            if not source.exists():
-                raise DataError(f"{source}: no such file; correct source=, or leave it out to fetch")
-        elif not self.check(root):
+        if source is None and not self.check(root):
             return home
         own = [home.parent / copy for copy in self.own_copies if (home.parent / copy).exists()]
-        copies = [Mirror("path", str(copy)) for copy in (own if source is None else [source])]
+        copies = [Mirror("path", str(copy)) for copy in (own if source is None else [Path(source).expanduser()])]
         errors: list[DataError] = []
-        for mirror in [*copies, *(self.mirrors if source is None else ())]:
+        for mirror in (*copies, *self.mirrors) if source is None else copies:
             try:
                 self._install(mirror, home)
             except DataError as error:
                 logger.info("%s: %s", self.name, error)
                 errors.append(error)
             else:
-                logger.info("%s: verified, in %s", self.name, home)
                 return home
         if source is not None:
             raise DataError(f"{source}: {errors[0]}")
@@ -142,7 +138,7 @@ class Download:
         tried = "".join(f"\n  {error}" for error in errors)
         raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}")
 
-    def check(self, root: Root = None) -> list[Problem]:
+    def check(self, root: Root = None) -> list[DataError]:
         """Every bad file in the cache folder."""
         remedy = f"run `scalelong data fetch {self.name}`"
         return bad_files(cache_dir(root) / self.name, self.files, remedy, self.algorithm)
@@ -155,11 +151,16 @@ class Download:
             self.unpack(mirror.get(Path(scratch).absolute()), files)  # tools run in the scratch folder
             problems = bad_files(files, self.files, "get a whole copy and try again", self.algorithm)
             if problems:
-                listed = "\n  ".join(problem.message.removeprefix(f"{files}/") for problem in problems)
+                listed = "\n  ".join(str(problem).removeprefix(f"{files}/") for problem in problems)
                 raise DataError(f"refused, nothing was kept: {listed}")
 
 
 DOWNLOADS: dict[str, Download] = {}  # what `fetch` knows; modules add theirs
+
+
+def check_download(request: Request) -> list[DataError]:
+    """Every bad file of a named set."""
+    return DOWNLOADS[request.path].check(request.root)
 
 
 def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Path:
@@ -192,10 +193,8 @@ def http_get(url: str, target: Path) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=_CONNECT_SECONDS) as reply, target.open("wb") as file:
             total = int(reply.headers.get("Content-Length") or 0) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None) as bar:
-                while block := reply.read(1 << 18):
-                    file.write(block)
-                    bar.update(len(block))
+            with tqdm.wrapattr(reply, "read", total=total, desc=target.name, disable=None) as content:
+                shutil.copyfileobj(content, file)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise DataError(f"{url}: {error}") from error
     return target
@@ -219,3 +218,11 @@ def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
     if len(found) != 1:
         raise DataError(f"{shown}: expected one {made}, got {[path.name for path in found]}")
     return found[0]
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; a DataError with the remedy if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: is not readable JSON ({error}); {remedy}") from error

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, MemorySource
+from scalelong.data.base import DataError, MemorySource, Request, register
 from scalelong.data.download import Expected, bad_files
 from scalelong.data.images import resized
-from scalelong.data.registry import Request, register
 
 ASSETS = Path(__file__).parent / "assets"
 SHEET, TABLE = "emoji32.webp", "emoji32.json"
@@ -26,13 +25,7 @@ FILES = {
 }
 
 
-@register(
-    "digits",
-    "scikit-learn's handwritten digits, 8 x 8, 10 classes",
-    splits=("train",),
-    check=lambda _request: [],  # part of scikit-learn
-    shape=(1, 8, 8),
-)
+@register("digits", "scikit-learn's handwritten digits, 8 x 8, 10 classes", splits=("train",), shape=(1, 8, 8))
 def load_digits(request: Request) -> MemorySource:
     """scikit-learn's 1,797 digits of 8 x 8; 0 .. 16 becomes 0 .. 255."""
     from sklearn import datasets

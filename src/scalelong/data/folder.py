@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, read_json
+from scalelong.data.base import DataError, Request, register
+from scalelong.data.download import read_json
 from scalelong.data.images import EXTENSIONS, FileSource
-from scalelong.data.registry import Request, register
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 _HIDDEN = (".", "__MACOSX")

@@ -6,7 +6,7 @@ A stream has no random access, so it is shuffled within windows of rows that fol
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, hashed_items
+from scalelong.data.base import DataError, Request, Root, hashed_items, register
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import PictureSource, open_rgb
-from scalelong.data.registry import Request, register
 
 WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 
@@ -40,15 +39,14 @@ class _RowSource(PictureSource):
             return open_rgb(io.BytesIO(cell["bytes"]), where)
         return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
 
-    def _label(self, cells: Sequence[Any], column: str, names: list[str]) -> None:
+    def _label(self, cells: list[Any], column: str, names: list[str]) -> None:
         self.set_labels(torch.tensor(self._filled(cells, column, "label")), names, f"{self.name} column {column!r}")
 
-    def _filled(self, cells: Sequence[Any], column: str, what: str) -> list[Any]:
-        """The cells of a column, refused if one is empty."""
+    def _filled(self, cells: list[Any], column: str, what: str) -> list[Any]:
         if None in cells:
-            row = list(cells).index(None)
+            row = cells.index(None)
             raise DataError(f"{self.name} row {row}: column {column!r} has no {what}; filter such rows out")
-        return list(cells)
+        return cells
 
 
 @register("hf:NAME_OR_PATH", "a Hugging Face data set, downloaded")
@@ -57,7 +55,7 @@ class HuggingFaceSource(_RowSource):
 
     def __init__(self, request: Request) -> None:
         self.name = f"hf:{request.path}"
-        rows = _load(request.path, request.split, None if request.root is None else str(request.root))
+        rows = _load(request.path, request.split, request.root)
         if len(rows) == 0:
             raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split")
         self._column = _image_column(rows, self.name)
@@ -110,12 +108,6 @@ class StreamedSource(_RowSource):
     def __len__(self) -> int:
         return self._count
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cursor": None, "_windows": {}, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"_lock": Lock()}
-
     def open(self, item: int) -> Image.Image:
         number, place = divmod(item, self.window)
         with self._lock:  # a stream has one position
@@ -131,9 +123,7 @@ class StreamedSource(_RowSource):
             rows = iter(self._stream.skip(number * self.window))
         found = list(islice(rows, self.window))
         self._cursor = (number + 1, rows)
-        while len(self._windows) >= 2:
-            self._windows.pop(next(iter(self._windows)))
-        self._windows[number] = found
+        self._windows = dict([*self._windows.items(), (number, found)][-2:])
         return found
 
     def _read_annotations(self, stream: Any, rows: int | None, split: str) -> None:
@@ -164,7 +154,6 @@ class StreamedSource(_RowSource):
 
 
 def _library() -> Any:
-    """Hugging Face datasets, which is an extra."""
     try:
         import datasets
     except ImportError as error:
@@ -172,14 +161,15 @@ def _library() -> Any:
     return datasets
 
 
-def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> Any:
+def _load(name: str, split: str, root: Root, streaming: bool = False) -> Any:
     """The rows of one split; errors of the library become a DataError with a remedy."""
     datasets = _library()
     path = Path(name).expanduser()
+    options = {"cache_dir": None if root is None else str(root), "streaming": streaming}
     remedy = "write it again" if path.is_dir() else "not a folder, so check the name on the hub and the network"
     try:
         if not path.is_dir():
-            return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
+            return datasets.load_dataset(name, split=split, **options)
         if (path / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(path))
             if split not in splits:
@@ -187,8 +177,7 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
             return splits[split]
         if (path / "state.json").is_file():
             return datasets.load_from_disk(str(path))
-        files = _parquet_files(path, split)
-        return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache, streaming=streaming)
+        return datasets.load_dataset("parquet", data_files=_parquet_files(path, split), split="train", **options)
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -200,19 +189,15 @@ def _parquet_files(path: Path, split: str) -> list[str]:
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise DataError(f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path")
-
-    def split_of(file: Path) -> str | None:
+    splits: dict[str, list[str]] = {}
+    for file in files:
         words = [*file.relative_to(path).parts[:-1], file.stem.split("-")[0]]
-        return next((word for word in words if word in SPLIT_NAMES), None)
-
-    splits = {split_of(file) for file in files}
-    if splits == {None} and split == "train":
-        return [str(file) for file in files]
-    chosen = [str(file) for file in files if split_of(file) == split]
-    if not chosen:
-        have = ", ".join(sorted(name or "train" for name in splits))
-        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}")
-    return chosen
+        splits.setdefault(next((word for word in words if word in SPLIT_NAMES), ""), []).append(str(file))
+    if set(splits) == {""}:
+        splits = {"train": splits[""]}
+    if split not in splits:
+        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(sorted(splits))}")
+    return splits[split]
 
 
 def _image_column(rows: Any, where: str) -> str:
@@ -230,7 +215,7 @@ def _image_column(rows: Any, where: str) -> str:
 
 
 def _label_column(rows: Any) -> tuple[str | None, list[str]]:
-    """The column of labels, if any, and its class names, if it has them."""
+    """The column of labels and its class names, if any."""
     classed = [name for name, feature in rows.features.items() if isinstance(feature, _library().ClassLabel)]
     whole = [name for name in _LABEL_NAMES if _dtype(rows.features.get(name)).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)

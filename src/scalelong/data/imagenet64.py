@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Source, gather_rows
+from scalelong.data.base import DataError, Request, Source, register
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
-from scalelong.data.images import resize_all
-from scalelong.data.registry import Request, register
+from scalelong.data.images import gather_rows, resize_all
 from scalelong.files import atomic_write
 
 SIZE = 64

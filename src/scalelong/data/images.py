@@ -7,9 +7,8 @@ import struct
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -24,10 +23,6 @@ EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif"
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
-_POOL_WINDOW = 1024  # items handed to the thread pool at a time
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -93,13 +88,6 @@ def resized(source: MemorySource, size: int | None) -> MemorySource:
         return source
     images = resize_all(source.images, size, progress=True)
     return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
-
-
-def threaded(function: Callable[[Item], Result], items: Sequence[Item], threads: int = 8) -> Iterator[Result]:
-    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
-    with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(items), _POOL_WINDOW):
-            yield from pool.map(function, items[start : start + _POOL_WINDOW])
 
 
 class PictureSource(Source):
@@ -179,3 +167,13 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
     picture = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
     path.parent.mkdir(parents=True, exist_ok=True)
     ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST).save(path)
+
+
+def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
+    """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
+    wanted = np.asarray(items)
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    for home in np.unique(homes).tolist():
+        here = homes == home
+        out[here] = shard(home)[wanted[here] - starts[home]]
+    return torch.from_numpy(out)

@@ -29,10 +29,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import DataError, Problem, Root, Source, gather_rows, read_json, to_float
-from scalelong.data.download import Expected, bad_files
-from scalelong.data.images import threaded
-from scalelong.data.registry import Request, load_source, register
+from scalelong.data.base import DataError, Device, Request, Root, Source, load_source, register, threaded, to_float
+from scalelong.data.download import Expected, bad_files, read_json
+from scalelong.data.images import gather_rows
 from scalelong.files import atomic_write, file_digest, write_text
 from scalelong.random import normal
 
@@ -50,13 +49,13 @@ _REMEDY = "run the same `scalelong data encode` again"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
 
-def _check(request: Request) -> list[Problem]:
+def _check(request: Request) -> list[DataError]:
     folder = Path(request.path).expanduser()
     try:
         index = read_index(folder)
         latent_autoencoder(folder, index)
     except (DataError, FileNotFoundError) as error:
-        return [Problem(str(folder), str(error))]
+        return [DataError(str(error))]
     return check_latents(folder, index)
 
 
@@ -77,7 +76,7 @@ class LatentSource(Source):
             raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}")
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
         if problems:
-            raise DataError(problems[0].message)
+            raise problems[0]
         notes = json.loads((self.folder / ANNOTATIONS).read_text())
         self.captions = notes["captions"]
         self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
@@ -153,7 +152,7 @@ def index_digest(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[Problem]:
+def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[DataError]:
     """Every file that is missing, truncated or, in sets up to `hash_limit` bytes, of another hash."""
     expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
     expected[ANNOTATIONS] = Expected(1, index["annotations"])
@@ -161,7 +160,7 @@ def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = ma
     return bad_files(folder, expected, f"{_REMEDY} to make it anew", "sha256" if hashed else None)
 
 
-def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | torch.device = "cpu") -> Autoencoder:
+def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = "cpu") -> Autoencoder:
     """The autoencoder stored with the latents, checked by its hash."""
     found = load_autoencoder(folder / AUTOENCODER, device, index["scale"])
     if found.digest != index["autoencoder"]["sha256"]:
@@ -171,7 +170,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | tor
     return found
 
 
-def decoder(name: str, device: str | torch.device, fingerprint: str = "") -> Autoencoder | None:
+def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
     """The autoencoder that decodes samples of a model trained on the source `name`; None if they are images already.
 
     fingerprint: of the data that the model was trained on; if given, other latents are refused.
@@ -211,7 +210,6 @@ def encode(
     autoencoder: Autoencoder,
     folder: str | Path,
     origin: Origin,
-    *,
     batch_size: int = 64,
     per_shard: int = 1024,
 ) -> Path:
@@ -272,7 +270,7 @@ def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
         if not problems:
             logger.info("%s is complete", folder)
             return True
-        logger.warning("%s", problems[0].message)
+        logger.warning("%s", problems[0])
         for shard in index["shards"]:
             write_text((folder / shard["file"]).with_suffix(".json"), json.dumps(shard))
     elif found is plan:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Root, Source
+from scalelong.data.base import DataError, Device, Root
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, cache_dir, copy_members, fetch
 from scalelong.files import atomic_write, file_digest
 
@@ -62,7 +62,7 @@ class TextFeatures:
 class TextEncoder:
     """A tokenizer and a text model; texts are cut or padded to `max_tokens`."""
 
-    def __init__(self, name: str, max_tokens: int, root: Root = None, device: str | torch.device = "cpu"):
+    def __init__(self, name: str, max_tokens: int, root: Root = None, device: Device = "cpu") -> None:
         folder = fetch(MINILM, root) if name == MINILM else Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
         self.name, self.max_tokens, self.device = name, max_tokens, torch.device(device)
@@ -90,7 +90,7 @@ class TextEncoder:
 
 
 def encode_text(
-    captions: Sequence[str], encoder: str, max_tokens: int, *, root: Root = None, device: str | torch.device = "cpu"
+    captions: Sequence[str], encoder: str, max_tokens: int, *, root: Root = None, device: Device = "cpu"
 ) -> TextFeatures:
     """The features of these captions, mapped from the cache folder and computed into it if necessary."""
     path = feature_file(captions, encoder, max_tokens, root)
@@ -108,16 +108,6 @@ def encode_text(
             f"{path}: features of {len(found.rows)} captions for {len(captions)}; delete it to make it again"
         )
     return found
-
-
-def encode_captions(
-    source: Source, encoder: str, max_tokens: int, *, root: Root = None, device: str | torch.device = "cpu"
-) -> tuple[Path, TextFeatures]:
-    """The file of the features of a source's captions, and the features."""
-    if source.captions is None:
-        raise ValueError(f"data.name: {source.name} has no captions; nothing to encode")
-    features = encode_text(source.captions, encoder, max_tokens, root=root, device=device)
-    return feature_file(source.captions, encoder, max_tokens, root), features
 
 
 def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: Root = None) -> Path:

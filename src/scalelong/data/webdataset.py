@@ -23,10 +23,9 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, hashed_items
+from scalelong.data.base import DataError, Request, hashed_items, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
-from scalelong.data.registry import Request, register
 from scalelong.files import write_text
 
 _INDEX_VERSION = 3

