@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tarfile import TarError
 from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,13 +30,23 @@ Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user'
 _HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
 _POOL_WINDOW = 1024  # items handed to the thread pool at a time
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
 
 
 class DataError(ValueError):
     """Bad data; the message names the file (or row) and the remedy."""
+
+
+@contextmanager
+def reading(what: str, remedy: str) -> Iterator[None]:
+    """Turn what a damaged file raises into a DataError: "what (reason); remedy"."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, TarError, BadZipFile, SafetensorError) as error:
+        raise DataError(f"{what} ({str(error).partition(chr(10))[0]}); {remedy}") from error
 
 
 def to_float(images: Tensor) -> Tensor:
@@ -295,9 +310,9 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
     return problems
 
 
-def threaded(function: Callable[[Item], Result], items: Sequence[Item], threads: int = 8) -> Iterator[Result]:
+def threaded(function: Callable[[int], Result], items: Sequence[int]) -> Iterator[Result]:
     """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(8) as pool:
         for start in range(0, len(items), _POOL_WINDOW):
             yield from pool.map(function, items[start : start + _POOL_WINDOW])
 

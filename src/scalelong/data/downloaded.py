@@ -7,7 +7,6 @@ import io
 import json
 import shutil
 import tarfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import DataError, MemorySource, Request, reading, register
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, check_download, fetch
 from scalelong.data.images import resized
 
@@ -47,20 +46,16 @@ def unpack_cifar10(source: Path, files: Path) -> None:
                 shutil.copyfile(path, files / path.name)
         return
     wanted, pngs = {*CIFAR10_FILES, *_PNG_FILES}, {}
-    try:
-        with tarfile.open(source) as archive:
-            for member in archive:
-                name = Path(member.name).name  # members are written by their base name only
-                if name == "data_batch_1":
-                    raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
-                content = archive.extractfile(member) if member.isreg() and name in wanted else None
-                if content and name in CIFAR10_FILES:
-                    with (files / name).open("wb") as target:
-                        shutil.copyfileobj(content, target, 1 << 20)
-                elif content:
-                    pngs[name] = content.read()
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again") from error
+    with reading(f"{source.name}: not a whole tar archive", "download it again"), tarfile.open(source) as archive:
+        for member in archive:
+            name = Path(member.name).name  # members are written by their base name only
+            if name == "data_batch_1":
+                raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
+            content = archive.extractfile(member) if member.isreg() and name in wanted else None
+            if content and name in CIFAR10_FILES:
+                (files / name).write_bytes(content.read())
+            elif content:
+                pngs[name] = content.read()
     if pngs.keys() >= _PNG_FILES:
         _rebuild(pngs, files)
 
@@ -78,13 +73,12 @@ def _rebuild(pngs: Mapping[str, bytes], files: Path) -> None:
 
 def read_cifar10(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """uint8 images (n, 3, 32, 32) and int64 labels (n,), from records of a label byte and the pixels."""
-    records = []
-    for path in sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin")):
-        content = np.fromfile(path, dtype=np.uint8)
-        if content.size == 0 or content.size % (1 + _PIXELS):
+    paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
+    for path in paths:
+        if path.stat().st_size == 0 or path.stat().st_size % (1 + _PIXELS):
             raise DataError(f"{path}: not whole records of {1 + _PIXELS} bytes; fetch it again")
-        records.append(content.reshape(-1, 1 + _PIXELS))
-    table = torch.from_numpy(np.concatenate(records))
+    records = np.concatenate([np.fromfile(path, dtype=np.uint8) for path in paths])
+    table = torch.from_numpy(records).view(-1, 1 + _PIXELS)
     return table[:, 1:].reshape(-1, 3, 32, 32), table[:, 0].long()
 
 
@@ -127,11 +121,8 @@ def unpack_fashion_mnist(source: Path, files: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, files / name)
         elif packed.is_file():
-            try:
-                with gzip.open(packed) as content, (files / name).open("wb") as target:
-                    shutil.copyfileobj(content, target, 1 << 20)
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{packed}: not a whole gzip file ({error}); download it again") from error
+            with reading(f"{packed}: not a whole gzip file", "download it again"):
+                (files / name).write_bytes(gzip.decompress(packed.read_bytes()))
 
 
 def read_fashion_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, MemorySource, Request, register
+from scalelong.data.base import MemorySource, Request, reading, register
 from scalelong.data.download import Expected, bad_files
 from scalelong.data.images import resized
 
@@ -50,11 +50,8 @@ def load_emoji(request: Request) -> MemorySource:
     "unseen" holds new combinations of words that occur elsewhere in "seen", the rest; "train" is both.
     """
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
-    try:
-        with Image.open(ASSETS / SHEET) as image:
-            sheet = np.array(image.convert("RGB"))
-    except OSError as error:
-        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
+    with reading(f"{ASSETS / SHEET}: unreadable", "install the package again"), Image.open(ASSETS / SHEET) as image:
+        sheet = np.array(image.convert("RGB"))
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
     items = list(range(len(table["captions"])))

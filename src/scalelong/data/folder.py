@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, Request, register
+from scalelong.data.base import DataError, Request, reading, register
 from scalelong.data.download import read_json
 from scalelong.data.images import EXTENSIONS, FileSource
 
@@ -27,7 +27,6 @@ class FolderSource(FileSource):
         self.folder = split_folder(Path(request.path).expanduser(), request.split)
         self.name = f"folder:{request.path}"
         self.files = image_files(self.folder)
-        self.image_size = request.image_size
         homes = [name.rpartition("/")[0].partition("/")[0] for name in self.files]  # "" for the folder itself
         classes = sorted({*homes} - {""})
         if classes and "" in homes:
@@ -38,7 +37,7 @@ class FolderSource(FileSource):
         if len(classes) > 1:
             number = {name: label for label, name in enumerate(classes)}
             self.set_labels(torch.tensor([number[home] for home in homes]), classes)
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
 
 def split_folder(root: Path, split: str) -> Path:
@@ -104,8 +103,7 @@ class CelebASource(FileSource):
         while (self.folder / CELEBA_IMAGES).is_dir():  # some archives nest it twice
             self.folder /= CELEBA_IMAGES
         self.files = _partition(image_files(self.folder), root, request.split)
-        self.image_size = request.image_size or CELEBA_SIZE
-        self.shape = self.common_shape()
+        self.set_size(request.image_size or CELEBA_SIZE)
 
     def open(self, item: int) -> Image.Image:
         """The centre 140 x 140 pixels."""
@@ -165,8 +163,7 @@ class CocoSource(FileSource):
         self.files = [file for file, _ in entries]
         self.captions = [" ".join(caption.split()) for _, captions in entries for caption in captions]
         self.caption_counts = torch.tensor([len(captions) for _, captions in entries])
-        self.image_size = request.image_size
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
 
 def _entries(folder: Path, split: str) -> list[_Entry]:
@@ -180,11 +177,11 @@ def _entries(folder: Path, split: str) -> list[_Entry]:
     if not official and split not in KARPATHY_SPLITS:
         raise DataError(f"data.split: {table} has {', '.join(KARPATHY_SPLITS)}, not {split!r}")
     content = read_json(table, "get it again")
+    if not isinstance(content, dict):
+        raise DataError(f"{table}: is not a caption file of COCO; get it again")
     found = _official(folder, table, content) if official else _karpathy(folder, content, KARPATHY_SPLITS[split])
-    try:
+    with reading(f"{table}: is not a caption file of COCO", "get it again"):
         entries = sorted(found)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{table}: is not a caption file of COCO (no {error}); get it again") from error
     if not entries:
         raise DataError(f"{table}: names no image of this split; choose another data.split")
     folders = [(home, folder / home) for home in {str(Path(file).parent) for file, _ in entries}]

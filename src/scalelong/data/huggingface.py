@@ -60,7 +60,6 @@ class HuggingFaceSource(_RowSource):
             raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split")
         self._column = _image_column(rows, self.name)
         self._rows = rows.cast_column(self._column, _library().Image(decode=False))
-        self.image_size = request.image_size
         label, names = _label_column(rows)
         if label is not None:
             self._label(list(rows[label]), label, names)
@@ -68,7 +67,7 @@ class HuggingFaceSource(_RowSource):
             if name in rows.features and name != self._column and self.captions is None:
                 first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
                 self.captions = first if all(isinstance(cell, str) for cell in first) else None
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,11 +98,10 @@ class StreamedSource(_RowSource):
         self._column = _image_column(stream, self.name)
         self._stream = stream.cast_column(self._column, _library().Image(decode=False)).select_columns([self._column])
         self._read_annotations(stream, int(rows) if rows else None, request.split)
-        self.image_size = request.image_size
         self._cursor: tuple[int, Iterator[Any]] | None = None  # number of the next window, and the rows from there on
         self._windows: dict[int, list[Any]] = {}
         self._lock = Lock()
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return self._count
@@ -133,18 +131,14 @@ class StreamedSource(_RowSource):
         caption = next((name for name in texts if name != self._column), None)
         columns = [name for name in (label, caption) if name is not None]
         table = list(islice(stream.select_columns(columns), rows)) if columns else []
-        self._count = len(table) if columns else rows or self._stated_rows(stream, split)
+        stated = getattr((stream.info.splits or {}).get(split), "num_examples", None)  # counting would read the stream
+        self._count = len(table) if columns else int(rows or stated or 0)
+        if not self._count:
+            raise DataError(f"data.name: {self.name} does not say how many rows it has; write {self.name}#ROWS")
         if caption is not None:
             self.captions = self._filled([row[caption] for row in table], caption, "caption")
         if label is not None:
             self._label([row[label] for row in table], label, names)
-
-    def _stated_rows(self, stream: Any, split: str) -> int:
-        """The number of rows in the data set's own description; counting would read the whole stream."""
-        count = getattr((stream.info.splits or {}).get(split), "num_examples", None)
-        if not count:
-            raise DataError(f"data.name: {self.name} does not say how many rows it has; write {self.name}#ROWS")
-        return int(count)
 
     def _form(self) -> object:
         return (self.shape, len(self), self.window)

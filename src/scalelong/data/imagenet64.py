@@ -1,7 +1,4 @@
-"""ImageNet at 64 x 64: the official npz batches, whose labels count from 1, or a folder of class folders.
-
-Shapes: `data` is (n, 3 * 64 * 64) uint8, planes of red, green and blue; `labels` is (n,).
-"""
+"""ImageNet at 64 x 64: the official npz batches (`data`: (n, 3 * 64 * 64) uint8, `labels` from 1), or class folders."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Request, Source, register
+from scalelong.data.base import DataError, Request, Source, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import gather_rows, resize_all
@@ -40,7 +37,7 @@ def load_imagenet64(request: Request) -> Source:
     """The npz batches of a folder, or class folders (`n01440764/...`, possibly below train/ and val/)."""
     folder = Path(request.path).expanduser()
     if any(folder.glob("*.npz")):
-        return ImageNet64Source(folder, request.image_size, request.split, cache_dir(request.root) / "imagenet64")
+        return ImageNet64Source(folder, request)
     source = FolderSource(replace(request, image_size=request.image_size or SIZE))
     source.name = f"imagenet64:{request.path}"
     return source
@@ -52,7 +49,8 @@ class ImageNet64Source(Source):
     labels: Tensor
     num_classes = CLASSES
 
-    def __init__(self, folder: Path, image_size: int | None, split: str, cache: Path) -> None:
+    def __init__(self, folder: Path, request: Request) -> None:
+        split, size, cache = request.split, request.image_size or SIZE, cache_dir(request.root) / "imagenet64"
         self.name = f"imagenet64:{folder}"
         if split not in PATTERNS or not any(folder.glob(PATTERNS[split])):
             have = [name for name, pattern in PATTERNS.items() if any(folder.glob(pattern))]
@@ -61,7 +59,7 @@ class ImageNet64Source(Source):
         self._batches = [_pixels(file, cache) for file in files]
         self.labels = torch.cat([_labels(file, len(data)) for file, data in zip(files, self._batches, strict=True)])
         self.class_names = _class_names(folder / CLASS_TABLE)
-        self.shape = (3, image_size or SIZE, image_size or SIZE)
+        self.shape = (3, size, size)
         self._starts = list(accumulate((len(data) for data in self._batches), initial=0))
 
     def __len__(self) -> int:
@@ -81,15 +79,11 @@ def _pixels(file: Path, cache: Path) -> Array:
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     unpacked = cache / f"{file.stem}-{key}.npy"
-    try:
+    with reading(f"{file}: not a whole npz file", "download it again"):
         if not unpacked.is_file():
             with zipfile.ZipFile(file) as archive, archive.open("data.npy") as member, atomic_write(unpacked) as out:
                 shutil.copyfileobj(member, out, 1 << 20)
         data: Array = np.load(unpacked, mmap_mode="r", allow_pickle=False)
-    except KeyError:
-        raise DataError(f"{file}: holds no array `data`; this is not a batch of downsampled ImageNet") from None
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: not a whole npz file ({error}); download it again") from error
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
         expected = f"expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} version in npz format"
         raise DataError(f"{file}: data is {data.dtype} {data.shape}, {expected}")
@@ -98,9 +92,7 @@ def _pixels(file: Path, cache: Path) -> Array:
 
 def _labels(file: Path, count: int) -> Tensor:
     """(n,) labels from 0; the file counts from 1."""
-    with np.load(file, allow_pickle=False) as arrays:
-        if "labels" not in arrays:
-            raise DataError(f"{file}: holds no array `labels`; this is not a batch of downsampled ImageNet")
+    with reading(f"{file}: not a whole npz file", "download it again"), np.load(file, allow_pickle=False) as arrays:
         labels = np.asarray(arrays["labels"]).astype(np.int64).reshape(-1)
     if len(labels) != count:
         raise DataError(f"{file}: {len(labels)} labels for {count} images; download it again")

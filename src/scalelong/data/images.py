@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource, Shape, Source, hashed_items
+from scalelong.data.base import DataError, MemorySource, Source, hashed_items
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -73,20 +72,19 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.atleast_3d(np.array(image, dtype=np.uint8))).permute(2, 0, 1).contiguous()
 
 
-def resize_all(images: Tensor, size: int, progress: bool = False) -> Tensor:
+def resize_all(images: Tensor, size: int) -> Tensor:
     """(n, C, H, W) uint8 to (n, C, size, size), with the same filter as for files."""
     if tuple(images.shape[-2:]) == (size, size):
         return images
     pixels = images[:, 0] if images.shape[1] == 1 else images.permute(0, 2, 3, 1)
-    bar = tqdm(pixels.numpy(), desc=f"resize to {size}", disable=None if progress else True)
-    return torch.stack([to_tensor(fit(Image.fromarray(array), size)) for array in bar])
+    return torch.stack([to_tensor(fit(Image.fromarray(array), size)) for array in pixels.numpy()])
 
 
 def resized(source: MemorySource, size: int | None) -> MemorySource:
     """The same source with images of size x size; None keeps them."""
     if size is None or size == source.shape[-1]:
         return source
-    images = resize_all(source.images, size, progress=True)
+    images = resize_all(source.images, size)
     return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
 
 
@@ -102,10 +100,11 @@ class PictureSource(Source):
     def verify(self, item: int) -> tuple[int, int]:
         return self.open(item).size
 
-    def common_shape(self) -> Shape:
-        """(3, H, W) of every image: the requested size, or that of the first image."""
-        width, height = (self.image_size, self.image_size) if self.image_size else self.open(0).size
-        return (3, height, width)
+    def set_size(self, image_size: int | None) -> None:
+        """Set the shape of every image: the requested size, or that of the first image."""
+        self.image_size = image_size
+        width, height = (image_size, image_size) if image_size else self.open(0).size
+        self.shape = (3, height, width)
 
     def read(self, item: int) -> Tensor:
         return to_tensor(self._fitted(item))
@@ -159,12 +158,11 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
     """Write uint8 (n, C, H, W) images as a square grid, enlarged by a whole factor to about 512 pixels."""
     n, channels, height, width = images.shape
     columns = columns or math.ceil(math.sqrt(n))
-    sheet = torch.full((channels, math.ceil(n / columns) * (height + 1) - 1, columns * (width + 1) - 1), 255)
-    for i, image in enumerate(images.cpu()):
+    sheet = np.full((math.ceil(n / columns) * (height + 1) - 1, columns * (width + 1) - 1, channels), 255, np.uint8)
+    for i, image in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
         top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
-        sheet[:, top : top + height, left : left + width] = image
-    pixels = sheet.to(torch.uint8).permute(1, 2, 0).numpy()
-    picture = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
+        sheet[top : top + height, left : left + width] = image
+    picture = Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet)
     path.parent.mkdir(parents=True, exist_ok=True)
     ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST).save(path)
 

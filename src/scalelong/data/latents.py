@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import DataError, Device, Request, Root, Source, load_source, register, threaded, to_float
+from scalelong.data.base import DataError, Device, Request, Source, load_source, reading, register, threaded, to_float
 from scalelong.data.download import Expected, bad_files, read_json
 from scalelong.data.images import gather_rows
 from scalelong.files import atomic_write, file_digest, write_text
@@ -117,11 +117,8 @@ class LatentSource(Source):
         if number not in self._shards:
             shard = self.index["shards"][number]
             path, shape = self.folder / shard["file"], (shard["count"], *self.stored[0])
-            try:
-                with safe_open(path, framework="pt") as file:
-                    tensor = file.get_tensor(TENSOR)
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{path}: not a whole shard ({error}); encode again") from error
+            with reading(f"{path}: not a whole shard", "encode again"), safe_open(path, framework="pt") as file:
+                tensor = file.get_tensor(TENSOR)
             if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
                 raise DataError(f"{path}: {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}; encode again")
             self._shards[number] = tensor.numpy()
@@ -171,10 +168,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = 
 
 
 def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
-    """The autoencoder that decodes samples of a model trained on the source `name`; None if they are images already.
-
-    fingerprint: of the data that the model was trained on; if given, other latents are refused.
-    """
+    """What decodes samples of a model trained on the source `name` with this fingerprint; None if they are images."""
     prefix, _, folder = name.partition(":")
     if prefix != PREFIX:
         return None
@@ -185,7 +179,7 @@ def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | N
     return latent_autoencoder(path, index, device)
 
 
-def original_images(source: Source, root: Root = None) -> Source:
+def original_images(source: Source, root: str | Path | None = None) -> Source:
     """The images that latents were made from; any other source itself."""
     if not isinstance(source, LatentSource):
         return source
@@ -206,12 +200,7 @@ class Origin:
 
 
 def encode(
-    source: Source,
-    autoencoder: Autoencoder,
-    folder: str | Path,
-    origin: Origin,
-    batch_size: int = 64,
-    per_shard: int = 1024,
+    source: Source, model: Autoencoder, folder: str | Path, origin: Origin, batch_size: int = 64, per_shard: int = 1024
 ) -> Path:
     """Write the latents of every image and its mirror image; the same call again continues, keeping whole shards."""
     folder = Path(folder)
@@ -219,12 +208,12 @@ def encode(
         raise ValueError(f"encode: batch_size and per_shard must be at least 1, got {batch_size} and {per_shard}")
     if source.stored[1] != torch.uint8:
         raise DataError(f"data.name: {source.name} are latents already; encode the images they were made from")
-    shape = autoencoder.latent_shape(source.shape)
+    shape = model.latent_shape(source.shape)
     plan = {  # all that decides what is written
         "format": FORMAT,
-        "autoencoder": {"sha256": autoencoder.digest, "class": type(autoencoder.model).__name__},
-        "scale": autoencoder.scale,
-        "shift": autoencoder.shift,
+        "autoencoder": {"sha256": model.digest, "class": type(model.model).__name__},
+        "scale": model.scale,
+        "shift": model.shift,
         "source": {**vars(origin), "fingerprint": source.fingerprint},
         "pixels": list(source.shape),
         "shape": list(shape),
@@ -233,7 +222,7 @@ def encode(
     }
     with _locked(folder):
         if not _is_complete(folder, plan):
-            _encode(source, autoencoder, folder, plan, batch_size)
+            _encode(source, model, folder, plan, batch_size)
     return folder
 
 

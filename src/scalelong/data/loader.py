@@ -1,7 +1,7 @@
 """The order in which items are used, and how they get to the device.
 
-Order, flips and captions are functions of (seed, global sample index): batch size, workers and resuming change nothing.
-Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run.
+Order, flips and captions are functions of (seed, index), the index counting samples since the start of the run: batch
+size, workers and resuming change nothing. Legend: n items, B batch, C channels, H x W pixels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Captions as features of a text encoder: computed once with any encoder of transformers, then read from a file.
+"""Captions as features of any text encoder of transformers: computed once, then read from a file.
 
-The file is named after the encoder, the captions and the number of tokens, and can be copied to a machine that has
-neither the encoder nor a network. Shapes: n captions, T tokens, D width of the encoder.
+Shapes: n captions, T tokens, D width of the encoder.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Device, Root
+from scalelong.data.base import DataError, Device, Root, reading
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, cache_dir, copy_members, fetch
 from scalelong.files import atomic_write, file_digest
 
@@ -97,16 +96,12 @@ def encode_text(
     if not path.is_file():
         _write(TextEncoder(encoder, max_tokens, root, device), captions, path)
         logger.info("%s: features of %d captions by %s", path, len(captions), encoder)
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: not a whole feature file ({error}); delete it to make it again") from error
+    remedy = "delete it to make it again"
+    with reading(f"{path}: not a whole feature file", remedy), safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
     if len(found.rows) != len(captions):
-        raise DataError(
-            f"{path}: features of {len(found.rows)} captions for {len(captions)}; delete it to make it again"
-        )
+        raise DataError(f"{path}: features of {len(found.rows)} captions for {len(captions)}; {remedy}")
     return found
 
 
@@ -149,15 +144,12 @@ def _load(where: str, name: str) -> tuple[Any, Any, int]:
         from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     except ImportError as error:
         raise ImportError("condition.encoder: text needs transformers; pip install 'scalelong[text]'") from error
-    try:
+    with reading(f"condition.encoder: {name!r} could not be loaded", "use minilm, a hub name or a folder"):
         config = AutoConfig.from_pretrained(where)
         tokenizer = AutoTokenizer.from_pretrained(where)
         half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # the encoder half of T5
         kind = CLIPTextModel if config.model_type.startswith("clip") else half
         model = kind.from_pretrained(where, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        fault = f"could not be loaded ({str(error).splitlines()[0]})"
-        raise DataError(f"condition.encoder: {name!r} {fault}; use minilm, a hub name or a folder") from error
     longest = tokenizer.model_max_length
     return tokenizer, model, min(longest, getattr(model.config, "max_position_embeddings", longest))
 

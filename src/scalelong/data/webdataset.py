@@ -1,7 +1,7 @@
 """Sets larger than memory, as tar shards in the layout of webdataset: `key.png` with `key.cls`, `key.txt` or `key.json`.
 
-An index of each shard, built by one pass of tarfile over its headers and cached, says where every image is; images are
-then read from the mapped file in any order, which tarfile cannot do without scanning the shard again.
+An index of each shard, made by one pass over its headers and cached, says where every image is, so that images can be
+read from the mapped file in any order.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Request, hashed_items, register
+from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
 from scalelong.files import write_text
 
 _INDEX_VERSION = 3
 _TEXTS = frozenset({"txt", "text", "caption"})
-_BLOCK = 512
 
 Sample = dict[str, Any]  # key, offset, size, label, caption
 
@@ -58,8 +57,7 @@ class WebDatasetSource(PictureSource):
         labels = self._all_or_none(columns["label"], "class")
         if labels is not None:
             self.set_labels(torch.tensor(labels))
-        self.image_size = request.image_size
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -81,11 +79,11 @@ class WebDatasetSource(PictureSource):
         return content
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
-        without = [item for item, value in enumerate(values) if value is None]
-        if len(without) == len(values):
+        if all(value is None for value in values):
             return None
-        if without:
-            raise DataError(f"{self.where(without[0])}: has no {what}, but other samples have; add it, or remove all")
+        if None in values:
+            item = values.index(None)
+            raise DataError(f"{self.where(item)}: has no {what}, but other samples have; add it, or remove all")
         return values
 
     def _contents(self) -> Iterator[bytes]:
@@ -137,17 +135,14 @@ def shard_index(shard: Path, cache: Path) -> list[Sample]:
 
 def _scan(shard: Path) -> list[Sample]:
     samples: dict[str, Sample] = {}
-    try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                if member.isreg():
-                    _add_member(archive, member, samples, shard)
-            end = archive.offset
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{shard}: not a whole tar file ({error}); get it again") from error
+    with reading(f"{shard}: not a whole tar file", "get it again"), tarfile.open(shard, "r:") as archive:
+        for member in archive:
+            if member.isreg():
+                _add_member(archive, member, samples, shard)
+        end = archive.offset
     with shard.open("rb") as file:  # tarfile does not report a file that was cut between two members
         file.seek(end)
-        if file.read(_BLOCK) != b"\0" * _BLOCK:
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again")
     if not samples:
         raise DataError(f"{shard}: holds no samples; check the pattern")
@@ -176,19 +171,13 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
     content = archive.extractfile(member)
     assert content is not None
     text = content.read().decode("utf-8", errors="replace").strip()
-    where, caption, label = f"{shard}: {member.name}", None, None
-    if extension in _TEXTS:
-        caption = text
-    elif extension == "cls":
-        label = text
-    else:
-        try:
-            fields = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"{where}: is not JSON ({error}); make the shard again") from error
-        fields = fields if isinstance(fields, dict) else {}
-        caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
-        label = next((str(fields[name]) for name in ("label", "cls") if fields.get(name) is not None), None)
+    where, fields = f"{shard}: {member.name}", {"label" if extension == "cls" else "caption": text}
+    if extension == "json":
+        with reading(f"{where}: is not JSON", "make the shard again"):
+            found = json.loads(text)
+        fields = found if isinstance(found, dict) else {}
+    caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
+    label = next((str(fields[name]) for name in ("label", "cls") if fields.get(name) is not None), None)
     if label is not None and not label.isdigit():
         raise DataError(f"{where}: the class must be a whole number from 0, got {label[:40]!r}; make the shard again")
     for name, value in (("caption", caption), ("label", None if label is None else int(label))):
