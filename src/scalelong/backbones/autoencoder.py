@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DECODED_AT_ONCE = 64
-
 
 def small_autoencoder(
     channels: int = 3, widths: tuple[int, ...] = (16, 32), latent_channels: int = 4, layers: int = 1, size: int = 32
@@ -79,10 +77,9 @@ class Autoencoder:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images of latents of unit variance, as the denoiser samples them; decoded in small batches."""
-        dtype, device = self.model.dtype, self.model.device
         with torch.no_grad():
-            stored = (latents / self.scale + self.shift).to(device, dtype)
-            return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, _DECODED_AT_ONCE)])
+            stored = (latents / self.scale + self.shift).to(self.model.device, self.model.dtype)
+            return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, 64)])
 
 
 def load_autoencoder(
@@ -110,8 +107,7 @@ def autoencoder_digest(model: Any) -> str:
     """sha256 of the architecture and the weights, independent of the files."""
     keys = ["in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"]
     keys += ["layers_per_block", "latent_channels", "norm_num_groups", "act_fn"]
-    described = {key: model.config[key] for key in keys}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps({key: model.config[key] for key in keys}, sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -6,7 +6,7 @@ Example: scalelong autoencoder train emoji32 --out runs/emoji-autoencoder --step
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -27,7 +27,7 @@ class Train(DataFlags):
 
 def main(arguments: list[str]) -> None:
     """Train one."""
-    train = {"train": Train}
+    train: Any = {"train": Train}
     flags = subcommand_cli_from_dict(train, args=arguments, prog="scalelong autoencoder", description=__doc__)
     trained = train_autoencoder(flags.load(), flags.out, flags.settings, flags.device)
     print(f"{trained.parameters:,} parameters, scaling factor {trained.scale:.4f}: {trained.folder}")

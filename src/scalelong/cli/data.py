@@ -110,6 +110,6 @@ class List:
 
 def main(arguments: list[str]) -> None:
     """Run one of fetch, check, encode, encode-text, list."""
-    verbs = {"fetch": Fetch, "check": Check, "encode": Encode, "encode-text": EncodeText, "list": List}
+    verbs: Any = {"fetch": Fetch, "check": Check, "encode": Encode, "encode-text": EncodeText, "list": List}
     run: Any = subcommand_cli_from_dict(verbs, args=arguments, prog="scalelong data", description=__doc__)
     run()

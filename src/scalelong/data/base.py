@@ -9,11 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tarfile import TarError
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from zipfile import BadZipFile
 
 import torch
@@ -26,9 +25,6 @@ from scalelong.errors import did_you_mean
 Shape = tuple[int, int, int]
 Device = str | torch.device
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
-
-_HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
-_POOL_WINDOW = 1024  # items handed to the thread pool at a time
 
 Result = TypeVar("Result")
 Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
@@ -133,10 +129,7 @@ class Source(ABC):
             raise DataError(f"{where or self.name}: item {row} has label {value}, {expected}")
 
     def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Training input, float32 (B, C, H, W), from stored items (B, ...), all on one device.
-
-        index: (B,) global sample indices. mirrored: (B,) bool, items to flip; None: none.
-        """
+        """Training input, float32 (B, C, H, W), from stored items with global indices (B,); `mirrored` ones flipped."""
         if mirrored is not None:
             stored = torch.where(mirrored[:, None, None, None], stored.flip(-1), stored)
         return to_float(stored)
@@ -207,8 +200,7 @@ class MemorySource(Source):
         yield self.images.contiguous().numpy().tobytes()
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What `load_source` or `check` was asked for."""
 
     path: str  # what follows "prefix:"; the name of a named set
@@ -217,8 +209,7 @@ class Request:
     root: Root = None
 
 
-@dataclass(frozen=True)
-class SourceSpec:
+class SourceSpec(NamedTuple):
     """How a source is named, described, loaded and checked; `register` adds it to `SOURCES`."""
 
     form: str  # "cifar10", or a prefix and what follows it: "folder:PATH"
@@ -264,9 +255,7 @@ def find_source(name: str) -> tuple[SourceSpec, str]:
     raise DataError(f"data.name: unknown {name!r}; {hint}choose one of {', '.join(known)}")
 
 
-def load_source(
-    name_or_path: str | Path, *, image_size: int | None = None, split: str = "train", root: Root = None
-) -> Source:
+def load_source(name: str | Path, *, image_size: int | None = None, split: str = "train", root: Root = None) -> Source:
     """Load a source by name; `image_size` crops and resizes, `root` is the cache folder (see `cache_dir`).
 
     >>> source = load_source("digits")
@@ -275,7 +264,7 @@ def load_source(
     """
     if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
         raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
-    spec, path = find_source(str(name_or_path))
+    spec, path = find_source(str(name))
     if spec.splits and split not in spec.splits:
         raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}")
     return spec.load(Request(path, image_size, split, root))
@@ -313,10 +302,10 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
 def threaded(function: Callable[[int], Result], items: Sequence[int]) -> Iterator[Result]:
     """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
     with ThreadPoolExecutor(8) as pool:
-        for start in range(0, len(items), _POOL_WINDOW):
-            yield from pool.map(function, items[start : start + _POOL_WINDOW])
+        for start in range(0, len(items), 1024):  # results wait in memory
+            yield from pool.map(function, items[start : start + 1024])
 
 
 def hashed_items(count: int) -> list[int]:
-    """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
-    return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
+    """Up to 64 evenly spaced items whose contents enter a fingerprint, where reading all would take too long."""
+    return torch.linspace(0, count - 1, min(count, 64)).long().tolist()

@@ -25,8 +25,6 @@ from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0
-_TOOL_SECONDS = 900.0
 _DEBIAN = "this needs Debian or Ubuntu"
 
 
@@ -189,7 +187,7 @@ def copy_members(source: Path, files: Path, members: Mapping[str, str], expected
 def http_get(url: str, target: Path) -> Path:
     """Download to `target`; gives up after a few seconds without an answer."""
     try:
-        with urllib.request.urlopen(url, timeout=_CONNECT_SECONDS) as reply, target.open("wb") as file:
+        with urllib.request.urlopen(url, timeout=5.0) as reply, target.open("wb") as file:
             total = int(reply.headers.get("Content-Length") or 0) or None
             with tqdm.wrapattr(reply, "read", total=total, desc=target.name, disable=None) as content:
                 shutil.copyfileobj(content, file)
@@ -202,12 +200,10 @@ def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
     """Run a tool in `folder` and return the one file or folder there that matches `made`."""
     shown = " ".join([Path(command[0]).name, *command[1:3]])
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"{shown}: no answer in {_TOOL_SECONDS:.0f} s") from error
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900.0, check=False)
     except FileNotFoundError as error:
         raise DataError(f"{shown}: {command[0]} is not on the PATH; {remedy}") from error
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise DataError(f"{shown}: {error}") from error
     if done.returncode != 0:
         reason = " ".join((done.stderr or done.stdout).split())[-400:]

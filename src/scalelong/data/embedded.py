@@ -1,7 +1,4 @@
-"""Sets that need no download: scikit-learn's digits, and the emoji that ship with the package.
-
-The emoji are a lossless sheet of 32 x 32 tiles and a table, both built by `scripts/build_emoji.py`.
-"""
+"""Sets that need no download: scikit-learn's digits, and the package's emoji (built by `scripts/build_emoji.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ FILES = {
 
 @register("digits", "scikit-learn's handwritten digits, 8 x 8, 10 classes", splits=("train",), shape=(1, 8, 8))
 def load_digits(request: Request) -> MemorySource:
-    """scikit-learn's 1,797 digits of 8 x 8; 0 .. 16 becomes 0 .. 255."""
+    """1,797 images; 0 .. 16 becomes 0 .. 255."""
     from sklearn import datasets
 
     bunch = datasets.load_digits()
@@ -45,10 +42,7 @@ def load_digits(request: Request) -> MemorySource:
     shape=(3, SIZE, SIZE),
 )
 def load_emoji(request: Request) -> MemorySource:
-    """1,911 images; label = category, caption = Unicode name in lower case.
-
-    "unseen" holds new combinations of words that occur elsewhere in "seen", the rest; "train" is both.
-    """
+    """Label: category; caption: Unicode name. "unseen" combines words of "seen" anew; "train" is both."""
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
     with reading(f"{ASSETS / SHEET}: unreadable", "install the package again"), Image.open(ASSETS / SHEET) as image:
         sheet = np.array(image.convert("RGB"))

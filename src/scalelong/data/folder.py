@@ -32,7 +32,7 @@ class FolderSource(FileSource):
         if classes and "" in homes:
             loose = self.folder / self.files[homes.index("")]
             raise DataError(
-                f"{loose}: an image beside the sub-folder {classes[0]!r}; put every image into a sub-folder"
+                f"{loose}: an image beside the sub-folder {classes[0]!r}; put all into sub-folders, or none"
             )
         if len(classes) > 1:
             number = {name: label for label, name in enumerate(classes)}
@@ -55,17 +55,13 @@ def split_folder(root: Path, split: str) -> Path:
 
 def image_files(folder: Path) -> list[str]:
     """All image files below `folder`, as sorted relative paths with forward slashes."""
-    files = sorted(_walk(_existing(folder)))
+    if not folder.is_dir():
+        raise DataError(f"data.name: {folder} is not an existing folder; check the path")
+    files = sorted(_walk(folder))
     if not files:
         kinds = ", ".join(sorted(EXTENSIONS))
         raise DataError(f"data.name: {folder} holds no images ({kinds}); check the path, or use hf:{folder}")
     return files
-
-
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise DataError(f"data.name: {folder} is not an existing folder; check the path")
-    return folder
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -84,8 +80,6 @@ def _walk(folder: Path) -> Iterator[str]:
 
 CELEBA_CROP = 140  # pixels of the 178 x 218 kept at the centre
 CELEBA_SIZE = 64
-CELEBA_IMAGES = "img_align_celeba"
-CELEBA_PARTITIONS = ("list_eval_partition.txt", "list_eval_partition.csv")
 CELEBA_SPLITS = {"train": "0", "val": "1", "test": "2"}
 
 
@@ -100,8 +94,8 @@ class CelebASource(FileSource):
     def __init__(self, request: Request) -> None:
         root = self.folder = Path(request.path).expanduser()
         self.name = f"celeba:{request.path}"
-        while (self.folder / CELEBA_IMAGES).is_dir():  # some archives nest it twice
-            self.folder /= CELEBA_IMAGES
+        while (self.folder / "img_align_celeba").is_dir():  # some archives nest it twice
+            self.folder /= "img_align_celeba"
         self.files = _partition(image_files(self.folder), root, request.split)
         self.set_size(request.image_size or CELEBA_SIZE)
 
@@ -121,16 +115,14 @@ class CelebASource(FileSource):
 
 def _partition(files: list[str], root: Path, split: str) -> list[str]:
     """The files of one split according to the partition file; without one, all are training data."""
-    table = next((root / name for name in CELEBA_PARTITIONS if (root / name).is_file()), None)
-    if table is None:
+    tables = [file for file in (root / "list_eval_partition.txt", root / "list_eval_partition.csv") if file.is_file()]
+    if not tables:
         if split != "train":
-            raise DataError(
-                f"data.split: {root} has no {CELEBA_PARTITIONS[0]}, so only 'train' is known, not {split!r}"
-            )
+            raise DataError(f"data.split: {root} has no partition file, so only 'train' is known, not {split!r}")
         return files
     if split not in CELEBA_SPLITS:
         raise DataError(f"data.split: CelebA has {', '.join(CELEBA_SPLITS)}, not {split!r}")
-    existing, chosen = set(files), []
+    table, existing, chosen = tables[0], set(files), []
     for number, line in enumerate(table.read_text().splitlines(), 1):
         words = re.split(r"[,\s]+", line.strip())
         if words in ([""], ["image_id", "partition"]):
@@ -157,7 +149,7 @@ class CocoSource(FileSource):
     """Images with several captions each, all of them in `captions`."""
 
     def __init__(self, request: Request) -> None:
-        self.folder = _existing(Path(request.path).expanduser())
+        self.folder = Path(request.path).expanduser()
         self.name = f"coco:{request.path}"
         entries = _entries(self.folder, request.split)
         self.files = [file for file, _ in entries]
@@ -177,10 +169,9 @@ def _entries(folder: Path, split: str) -> list[_Entry]:
     if not official and split not in KARPATHY_SPLITS:
         raise DataError(f"data.split: {table} has {', '.join(KARPATHY_SPLITS)}, not {split!r}")
     content = read_json(table, "get it again")
-    if not isinstance(content, dict):
-        raise DataError(f"{table}: is not a caption file of COCO; get it again")
-    found = _official(folder, table, content) if official else _karpathy(folder, content, KARPATHY_SPLITS[split])
     with reading(f"{table}: is not a caption file of COCO", "get it again"):
+        content = dict(content)
+        found = _official(folder, table, content) if official else _karpathy(folder, content, KARPATHY_SPLITS[split])
         entries = sorted(found)
     if not entries:
         raise DataError(f"{table}: names no image of this split; choose another data.split")

@@ -1,7 +1,4 @@
-"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files.
-
-A stream has no random access, so it is shuffled within windows of rows that follow one another.
-"""
+"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files."""
 
 from __future__ import annotations
 
@@ -39,9 +36,6 @@ class _RowSource(PictureSource):
             return open_rgb(io.BytesIO(cell["bytes"]), where)
         return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
 
-    def _label(self, cells: list[Any], column: str, names: list[str]) -> None:
-        self.set_labels(torch.tensor(self._filled(cells, column, "label")), names, f"{self.name} column {column!r}")
-
     def _filled(self, cells: list[Any], column: str, what: str) -> list[Any]:
         if None in cells:
             row = cells.index(None)
@@ -62,7 +56,8 @@ class HuggingFaceSource(_RowSource):
         self._rows = rows.cast_column(self._column, _library().Image(decode=False))
         label, names = _label_column(rows)
         if label is not None:
-            self._label(list(rows[label]), label, names)
+            cells = torch.tensor(self._filled(list(rows[label]), label, "label"))
+            self.set_labels(cells, names, f"{self.name} column {label!r}")
         for name in _CAPTION_NAMES:
             if name in rows.features and name != self._column and self.captions is None:
                 first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
@@ -83,7 +78,7 @@ class HuggingFaceSource(_RowSource):
 
 @register("hf-stream:NAME_OR_PATH", "a Hugging Face data set larger than the disk, streamed")
 class StreamedSource(_RowSource):
-    """The images of a stream; labels and captions are read first, in a pass over their columns only."""
+    """A stream: no random access, so it is shuffled in windows; labels and captions are read first, on their own."""
 
     max_workers = 0  # each process would stream everything again, and Arrow's threads may hang after a fork
     window: int
@@ -138,7 +133,8 @@ class StreamedSource(_RowSource):
         if caption is not None:
             self.captions = self._filled([row[caption] for row in table], caption, "caption")
         if label is not None:
-            self._label([row[label] for row in table], label, names)
+            cells = torch.tensor(self._filled([row[label] for row in table], label, "label"))
+            self.set_labels(cells, names, f"{self.name} column {label!r}")
 
     def _form(self) -> object:
         return (self.shape, len(self), self.window)

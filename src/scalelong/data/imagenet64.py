@@ -7,7 +7,6 @@ import re
 import shutil
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,7 @@ from scalelong.files import atomic_write
 
 SIZE = 64
 CLASSES = 1000
-CLASS_TABLE = "map_clsloc.txt"
 PATTERNS = {"train": "*train_data_batch_*.npz", "val": "*val_data*.npz"}
-
-Array = np.ndarray[Any, Any]
 
 
 @register(
@@ -38,7 +34,7 @@ def load_imagenet64(request: Request) -> Source:
     folder = Path(request.path).expanduser()
     if any(folder.glob("*.npz")):
         return ImageNet64Source(folder, request)
-    source = FolderSource(replace(request, image_size=request.image_size or SIZE))
+    source = FolderSource(request._replace(image_size=request.image_size or SIZE))
     source.name = f"imagenet64:{request.path}"
     return source
 
@@ -58,7 +54,7 @@ class ImageNet64Source(Source):
         files = sorted(folder.glob(PATTERNS[split]), key=lambda file: [int(n) for n in re.findall(r"\d+", file.stem)])
         self._batches = [_pixels(file, cache) for file in files]
         self.labels = torch.cat([_labels(file, len(data)) for file, data in zip(files, self._batches, strict=True)])
-        self.class_names = _class_names(folder / CLASS_TABLE)
+        self.class_names = _class_names(folder / "map_clsloc.txt")
         self.shape = (3, size, size)
         self._starts = list(accumulate((len(data) for data in self._batches), initial=0))
 
@@ -74,7 +70,7 @@ class ImageNet64Source(Source):
         return resize_all(found.view(-1, 3, SIZE, SIZE), self.shape[1])
 
 
-def _pixels(file: Path, cache: Path) -> Array:
+def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
     """`data` of one batch, mapped from the cache: numpy maps .npy files only, so the member is unpacked there once."""
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -83,7 +79,7 @@ def _pixels(file: Path, cache: Path) -> Array:
         if not unpacked.is_file():
             with zipfile.ZipFile(file) as archive, archive.open("data.npy") as member, atomic_write(unpacked) as out:
                 shutil.copyfileobj(member, out, 1 << 20)
-        data: Array = np.load(unpacked, mmap_mode="r", allow_pickle=False)
+        data: np.ndarray[Any, Any] = np.load(unpacked, mmap_mode="r", allow_pickle=False)
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
         expected = f"expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} version in npz format"
         raise DataError(f"{file}: data is {data.dtype} {data.shape}, {expected}")

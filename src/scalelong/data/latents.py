@@ -1,8 +1,7 @@
 """Latents of an autoencoder in shards: encoding a set of images once, and training on the result.
 
-Each item is stored as mean and log-variance, of the image and of its mirror image; a training sample is mean + standard
-deviation x noise, the noise being a function of (seed, index). An interrupted encoding can be continued.
-Shapes: n items, B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
+Stored is the mean and log-variance of each image and of its mirror image; the noise that samples from them is a function
+of (seed, index). Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,9 +67,7 @@ class LatentSource(Source):
         self.index = read_index(self.folder)
         pixels, split = self.index["pixels"][1], self.index["source"]["split"]
         if request.image_size is not None:
-            raise DataError(
-                f"data.image_size: {self.name} are of {pixels} pixels already; leave it out, or encode again"
-            )
+            raise DataError(f"data.image_size: {self.name} are of {pixels} pixels already; encode again for others")
         if request.split != split:
             raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}")
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
@@ -161,9 +157,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = 
     """The autoencoder stored with the latents, checked by its hash."""
     found = load_autoencoder(folder / AUTOENCODER, device, index["scale"])
     if found.digest != index["autoencoder"]["sha256"]:
-        raise DataError(
-            f"{folder / AUTOENCODER}: is another autoencoder than the latents' own; restore it or encode again"
-        )
+        raise DataError(f"{folder / AUTOENCODER}: is another autoencoder than the latents were made with; restore it")
     return found
 
 
@@ -190,8 +184,7 @@ def original_images(source: Source, root: str | Path | None = None) -> Source:
     return images
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where the images came from, so that latents can be compared with them."""
 
     name: str
@@ -214,7 +207,7 @@ def encode(
         "autoencoder": {"sha256": model.digest, "class": type(model.model).__name__},
         "scale": model.scale,
         "shift": model.shift,
-        "source": {**vars(origin), "fingerprint": source.fingerprint},
+        "source": {**origin._asdict(), "fingerprint": source.fingerprint},
         "pixels": list(source.shape),
         "shape": list(shape),
         "count": len(source),
@@ -247,13 +240,9 @@ def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
     """Whether the folder holds these latents whole; else it is (re)opened with its good shards kept."""
     index = read_index(folder) if (folder / INDEX).is_file() else None
     found = index or (json.loads((folder / PLAN).read_text()) if (folder / PLAN).is_file() else plan)
-    changed = [
-        f"{key}: {found.get(key)} there, {value} requested" for key, value in plan.items() if found.get(key) != value
-    ]
+    changed = [f"{key} {found.get(key)}, not {value}" for key, value in plan.items() if found.get(key) != value]
     if changed:
-        raise DataError(
-            f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another folder"
-        )
+        raise DataError(f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another")
     if index is not None:
         problems = check_latents(folder, index)
         if not problems:
@@ -276,14 +265,9 @@ def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mappin
         leftover.unlink()
     autoencoder.model.save_pretrained(folder / AUTOENCODER)
     latent_autoencoder(folder, plan)  # the saved copy has the digest of the plan
-    counts = source.caption_counts
-    annotations = {
-        "labels": None if source.labels is None else source.labels.tolist(),
-        "class_names": list(source.class_names),
-        "captions": source.captions,
-        "caption_counts": None if counts is None else counts.tolist(),
-    }
-    write_text(folder / ANNOTATIONS, json.dumps(annotations))
+    labels, counts = (None if t is None else t.tolist() for t in (source.labels, source.caption_counts))
+    notes = {"labels": labels, "class_names": list(source.class_names), "captions": source.captions}
+    write_text(folder / ANNOTATIONS, json.dumps({**notes, "caption_counts": counts}))
     size, shards = plan["per_shard"], []
     with tqdm(total=len(source), unit="img", desc=f"encode {source.name}", disable=None) as bar:
         for number, start in enumerate(range(0, len(source), size)):

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +33,7 @@ def _permutation(seed: int, first: int, size: int) -> Tensor:
 
 
 def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) -> Tensor:
-    """The item at each global sample index; every epoch of n samples is a fresh permutation.
-
-    window: shuffle within windows of this many items, which follow one another; None: within the whole epoch.
+    """The item at each global sample index; every epoch is a fresh permutation, within windows that follow one another.
 
     >>> sample_to_item(0, 5, torch.arange(10))
     tensor([3, 4, 0, 1, 2, 1, 4, 3, 0, 2])
@@ -51,7 +48,7 @@ def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) 
     windows = places // window * window  # first place of each window
     starts = index - places + windows  # its global index
     items = torch.empty_like(index)
-    for start in starts.unique().tolist():
+    for start in set(starts.tolist()):
         here, first = starts == start, start % n
         items[here] = first + _permutation(seed, start, min(window, n - first))[places[here] - first]
     return items
@@ -156,7 +153,7 @@ class StreamLoader(Loader):
         replies: DataLoader[_Reply] = DataLoader(
             _Reader(self.source),
             batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=_as_is,
+            collate_fn=tuple,  # a reply as it is
             num_workers=self.workers,
             prefetch_factor=_PREFETCH if self.workers else None,
             pin_memory=self.device.type == "cuda",
@@ -189,10 +186,6 @@ class _Reader(Dataset[_Reply]):
             return *request, self.source.read_many(request[1])
         except DataError as error:
             return *request, error
-
-
-def _as_is(reply: Any) -> Any:
-    return reply
 
 
 def load_images(source: Source) -> Tensor:

@@ -12,9 +12,8 @@ import logging
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -49,8 +48,7 @@ DOWNLOADS[MINILM] = Download(
 )
 
 
-@dataclass(frozen=True)
-class TextFeatures:
+class TextFeatures(NamedTuple):
     """Features of captions, as the network is conditioned on them."""
 
     rows: Tensor  # float16 (n, T, D)
@@ -119,10 +117,7 @@ def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: R
 
 
 def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
-    """Write a safetensors file batch by batch: header, features of the empty caption, rows.
-
-    By hand, because safetensors' own writer needs all rows in memory at once (49 GB for MS-COCO with CLIP).
-    """
+    """Write a safetensors file batch by batch; its own writer would hold all rows in memory (49 GB for MS-COCO)."""
     null = encoder([""])[0]
     size, rows = null.nbytes, [len(captions), *null.shape]
     table = {

@@ -63,16 +63,13 @@ class WebDatasetSource(PictureSource):
         return self._starts[-1]
 
     def where(self, item: int) -> str:
-        return f"{self.shards[self._home(item)]}: {self._keys[item]}"
+        return f"{self.shards[bisect_right(self._starts, item) - 1]}: {self._keys[item]}"
 
     def open(self, item: int) -> Image.Image:
         return open_rgb(io.BytesIO(self._content(item)), self.where(item))
 
-    def _home(self, item: int) -> int:
-        return bisect_right(self._starts, item) - 1
-
     def _content(self, item: int) -> bytes:
-        home, start, size = self._home(item), int(self._offsets[item]), int(self._sizes[item])
+        home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
         content = _mapped(self.shards[home], self._versions[home])[start : start + size].tobytes()
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")

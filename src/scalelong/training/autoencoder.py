@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from scalelong.runs import METRICS
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"
-SETTINGS = "training.json"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class AutoencoderSettings:
             raise ValueError(f"autoencoder: lr must be positive and kl not negative, got {self.lr} and {self.kl}")
 
 
-class Trained(NamedTuple):
+@dataclass(frozen=True)
+class Trained:
     """A trained autoencoder."""
 
     folder: Path
@@ -134,7 +134,7 @@ def _finish(model: Any, source: Source, settings: AutoencoderSettings, folder: P
     model.save_pretrained(folder)
     psnr = 10 * math.log10(4.0 / max(error / count, 1e-12))
     measured = {"source": source.name, "fingerprint": source.fingerprint, "psnr": psnr, "images": count}
-    (folder / SETTINGS).write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
+    (folder / "training.json").write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
     shown = torch.linspace(0, count - 1, min(count, 24) // 8 * 8 or count).long()
     pairs = [rows[part] for part in torch.split(shown, 8) for rows in (images, torch.cat(decoded))]
     save_grid(to_uint8(torch.cat(pairs)), folder / GRID, columns=8)  # rows of originals above their reconstructions
