@@ -84,7 +84,7 @@ def test_captions_that_do_not_match_the_images_are_refused(coco: Path) -> None:
     write_official(coco, annotations=[{"id": 1, "image_id": 9, "caption": "a dog"}])
     refused(r"1 of 2 images have no caption, the first is train2014/COCO_train2014_000000000025\.jpg")
     write_official(coco, images=extra[1:2])
-    refused("caption of id 25, which is not in its list of images")
+    refused("caption of id 25, not in its list of images")
     (coco / "annotations" / "captions_train2014.json").write_text('{"images": [')
     refused("is not readable JSON")
     (coco / "annotations" / "captions_train2014.json").write_text("[]")

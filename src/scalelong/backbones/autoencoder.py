@@ -61,9 +61,7 @@ class Autoencoder:
         config = self.model.config
         factor = 2 ** (len(config.block_out_channels) - 1)
         if channels != config.in_channels:
-            raise ValueError(
-                f"autoencoder: takes {config.in_channels} channels, the images have {channels}; use another"
-            )
+            raise ValueError(f"autoencoder: takes {config.in_channels} channels, got images of {channels}; use another")
         if height % factor or width % factor:
             fault = f"divides each side by {factor}, which {height} x {width} pixels do not allow"
             raise ValueError(f"autoencoder: {fault}; set the image size to a multiple of it")

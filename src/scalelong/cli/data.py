@@ -3,8 +3,6 @@
 Example: scalelong data fetch cifar10
 
 Example: scalelong data encode emoji32 --autoencoder runs/emoji-autoencoder --out data/emoji32-latents
-
-Example: scalelong data encode-text emoji32 --encoder minilm --max-tokens 16
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ from scalelong.data.text import encode_text, feature_file
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """A data set, as `scalelong data list` names them."""
-
     name: DataName  # a name, or one of the forms of `scalelong data list`
     image_size: int | None = None  # crop and resize to this; without it all images must have one size
     split: str = "train"

@@ -31,9 +31,7 @@ class FolderSource(FileSource):
         classes = sorted({*homes} - {""})
         if classes and "" in homes:
             loose = self.folder / self.files[homes.index("")]
-            raise DataError(
-                f"{loose}: an image beside the sub-folder {classes[0]!r}; put all into sub-folders, or none"
-            )
+            raise DataError(f"{loose}: an image beside the sub-folder {classes[0]!r}; put all into sub-folders")
         if len(classes) > 1:
             number = {name: label for label, name in enumerate(classes)}
             self.set_labels(torch.tensor([number[home] for home in homes]), classes)
@@ -193,9 +191,7 @@ def _official(folder: Path, table: Path, content: Any) -> Iterator[_Entry]:
     captions: dict[int, list[str]] = {number: [] for number in names}
     for note in sorted(content["annotations"], key=lambda note: note["id"]):
         if note["image_id"] not in names:
-            raise DataError(
-                f"{table}: caption of id {note['image_id']}, which is not in its list of images; get it again"
-            )
+            raise DataError(f"{table}: caption of id {note['image_id']}, not in its list of images; get it again")
         captions[note["image_id"]].append(note["caption"])
     for number, name in names.items():
         yield f"{home}/{name}", captions[number]

@@ -35,7 +35,6 @@ from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "latents"
 INDEX = "index.json"
 PLAN = "encoding.json"  # of an encoding that is not finished
 ANNOTATIONS = "annotations.json"
@@ -63,7 +62,7 @@ class LatentSource(Source):
 
     def __init__(self, request: Request) -> None:
         self.folder = Path(request.path).expanduser()
-        self.name = f"{PREFIX}:{request.path}"
+        self.name = f"latents:{request.path}"
         self.index = read_index(self.folder)
         pixels, split = self.index["pixels"][1], self.index["source"]["split"]
         if request.image_size is not None:
@@ -164,7 +163,7 @@ def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = 
 def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
     """What decodes samples of a model trained on the source `name` with this fingerprint; None if they are images."""
     prefix, _, folder = name.partition(":")
-    if prefix != PREFIX:
+    if prefix != "latents":
         return None
     path = Path(folder).expanduser()
     index = read_index(path)

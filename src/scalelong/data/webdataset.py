@@ -110,8 +110,7 @@ def expand(pattern: str) -> list[Path]:
 
 
 def _choices(inside: str) -> list[str]:
-    """`000..012` or `a,b`."""
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)  # 000..012, else a,b
     if bounds is None:
         return inside.split(",")
     first, last = bounds.groups()

@@ -86,11 +86,10 @@ def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Pa
     loader = make_loader(source, settings.seed, model.device, flip=settings.flip)
     size = settings.batch_size
     batches = loader.batches(torch.arange(step * size, (step + 1) * size) for step in range(settings.steps))
-    with (
-        (folder / METRICS).open("w") as metrics,
-        tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None) as bar,
-    ):
+    progress = tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None)
+    with progress as bar, (folder / METRICS).open("w") as metrics:
         for step, batch in enumerate(bar, 1):
+            # a short linear warm-up, then a cosine to zero
             warm_up, cosine = step / (0.02 * settings.steps + 1), math.cos(math.pi * (step - 1) / settings.steps)
             optimizer.param_groups[0]["lr"] = settings.lr * (min(1.0, warm_up) * 0.5 * (1 + cosine))
             reconstruction, kl = _losses(model, batch.images, batch.index, settings)
@@ -121,8 +120,7 @@ def _finish(model: Any, source: Source, settings: AutoencoderSettings, folder: P
     """Measure, set the scaling factor so that latents have unit variance, and write; (images, PSNR, factor)."""
     model.eval().requires_grad_(False)
     count = min(len(source), 512)
-    index = torch.arange(count)
-    images = source.prepare(source.read_many(index.tolist()), settings.seed, index, None)
+    images = source.prepare(source.read_many(range(count)), settings.seed, torch.arange(count), None)
     squares, error, decoded = 0.0, 0.0, []
     for part in torch.split(images, 64):
         posterior = model.encode(part.to(model.device)).latent_dist
