@@ -1,7 +1,6 @@
 """The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3).
 
 One module per statement, each with `study(quick, seed)`, which measures and judges, and `figure(data)`, which plots.
-`trained` has measurements on trained models: robustness to extra noise, learned coefficients.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def markdown_table(findings: Sequence[Finding]) -> str:
     def row(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '&#124;').replace('*', '&#42;') for cell in cells)} |"
 
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(list(asdict(finding).values()) for finding in findings)]
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(astuple, findings)]
     return "".join(row(cells) + "\n" for cells in rows)
 
 
@@ -103,9 +102,7 @@ def write(studies: Sequence[Study], folder: Path) -> list[Path]:
     """Write theory.json (all numbers), theory.csv and theory.md (the table)."""
     findings = [finding for study in studies for finding in study.findings]
     table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(finding) for finding in findings)
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *map(astuple, findings)])
     numbers = json.dumps([asdict(study) for study in studies], indent=1) + "\n"
     texts = {"theory.json": numbers, "theory.csv": table.getvalue(), "theory.md": markdown_table(findings)}
     for name, text in texts.items():
@@ -127,22 +124,12 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def finish(
-    axes: Axes,
-    title: str,
-    xlabel: str,
-    ylabel: str,
-    log: str = "",  # the logarithmic axes: "x", "y" or "xy"
-    xticks: Sequence[float] = (),
-    yticks: Sequence[float] = (),
-    legend: str = "best",
-) -> None:
-    """Title, scales, ticks, labels, grid and legend of a panel."""
+def finish(axes: Axes, title: str, xlabel: str, ylabel: str, log: str = "", legend: str = "best", **ticks: Any) -> None:
+    """Labels, scales, grid and legend of a panel; log: the logarithmic axes, such as "xy"; ticks: xticks, yticks."""
     axes.set(**{f"{axis}scale": "log" for axis in log})
-    for set_ticks, ticks in ((axes.set_xticks, xticks), (axes.set_yticks, yticks)):
-        if len(ticks):
-            set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
+    for name, values in ticks.items():
+        axes.set(**{name: values, f"{name[:-1]}labels": [f"{value:g}" for value in values]})
+        axes.minorticks_off()
     axes.set_title(title, fontsize=10.5, loc="left")
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)

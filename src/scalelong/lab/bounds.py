@@ -5,11 +5,9 @@
     product form    sum_i kappa_i P_i + P_N L_0,     P_i = prod_{j <= i} ||b_j|| ||a_j||
     largest factor  sum_i kappa_i M^i + M^N L_0,     M = max_i ||b_i|| ||a_i||
 
-Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7). But f_i lies between b_i and a_i: the product is
-b_i J a_i, and ||b_i J a_i|| <= ||b_i a_i|| ||J|| is false, since matrices do not commute (Eq. 61 moves a_1 past f_1).
-
-With ReLU the network is linear on finitely many pieces of the segment from x to x'. All of them are found (sampled points
-could miss one), so a bound on the Jacobian of every piece bounds the change of the output.
+Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7), but ||b_i J a_i|| <= ||b_i a_i|| ||J|| is false, since
+matrices do not commute (Eq. 61 moves a_1 past f_1). With ReLU the network is linear on finitely many pieces of the segment
+from x to x'; all of them are found, so a bound on the Jacobian of every piece bounds the change of the output.
 
 Shapes: N skips, K pieces, m width; block Jacobians are (K, m, m). Norms are l2 operator norms (Lipschitz constants).
 """
@@ -33,7 +31,7 @@ _spectral_norm = partial(torch.linalg.matrix_norm, ord=2)  # of each matrix of a
 
 def product_bound(coefficients: Sequence[float], factors: Sequence[float], middle: float) -> float:
     """sum_i kappa_i P_i + P_N L_0, P_i = prod_{j <= i} factor_j, factor_j = ||b_j|| ||a_j|| (Eq. 65 with true factors)."""
-    products = list(accumulate(factors, mul))
+    products: list[float] = list(accumulate(factors, mul))
     return sum(kappa * product for kappa, product in zip(coefficients, products, strict=True)) + products[-1] * middle
 
 
@@ -182,11 +180,7 @@ def power_iteration(function: Callable[[Tensor], Tensor], x: Tensor, iterations:
 
 @torch.no_grad()
 def local_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
-    """The product form with the norms of the blocks' Jacobians on each linear piece, weighted by the pieces' lengths.
-
-    Valid for this segment: the output changes by the integral of J (x' - x). Norms are singular values, since power
-    iteration would approach them from below.
-    """
+    """The product form with the spectral norms of the blocks' Jacobians on each linear piece, weighted by its length."""
     factors = [_spectral_norm(a) * _spectral_norm(b) for a, b in zip(jacobians.a, jacobians.b, strict=True)]
     products = torch.stack(factors).cumprod(0)  # (N, K)
     kappas = torch.tensor(coefficients, dtype=products.dtype)[:, None]

@@ -28,13 +28,11 @@ LAYERS = 2
 UNIT, PAPER = GAINS["unit"], GAINS["paper"]
 
 
-def coefficient_sets(num_skips: int, seed: int, random_sets: int = 12) -> Tensor:
+def coefficient_sets(num_skips: int, seed: int) -> Tensor:
     """(S, N) float64: every method at several kappas, then random sets from U[0, 1]^N."""
-    named = [coefficients_of("none", num_skips)]
-    for kappa in (0.3, 0.5, 0.7, 0.9):
-        named += [coefficients_of(method, num_skips, kappa) for method in METHODS[1:]]
-    random = uniform(seed, "coefficients", torch.arange(random_sets), (num_skips,))
-    return torch.cat([torch.tensor(named, dtype=torch.float64), random])
+    named = [coefficients_of(method, num_skips, kappa) for kappa in (0.3, 0.5, 0.7, 0.9) for method in METHODS[1:]]
+    random = uniform(seed, "coefficients", torch.arange(12), (num_skips,))
+    return torch.cat([torch.tensor([[1.0] * num_skips, *named], dtype=torch.float64), random])
 
 
 @torch.no_grad()

@@ -27,10 +27,7 @@ def tail_sums(coefficients: Sequence[float]) -> Tensor:
 def gradient_ratios(
     model: MatrixUNet, x: Tensor, noise: Tensor, coefficients: Sequence[float], direction: Tensor | None = None
 ) -> Tensor:
-    """||grad_W l||^2 / (l ||x||^2) of every matrix, (2, N, layers) float64: a_i, then b_i.
-
-    A `direction` v replaces the residual UNet(x) - eps that is propagated back: l = ||v||^2.
-    """
+    """||grad_W l||^2 / (l ||x||^2), (2, N, layers) float64: a_i, then b_i; `direction` replaces the residual."""
     output = model(x[None], coefficients)[0]
     residual = output.detach() - noise if direction is None else direction
     weights = [w for block in (*model.a, *model.b) for w in matrices(block)]
@@ -77,10 +74,7 @@ def study(quick: bool = False, seed: int = 0) -> Study:
 
 
 def _ranges(ratios: Tensor, coefficients: Sequence[float]) -> dict[str, float]:
-    """Smallest and largest over the matrices of the median over networks (a few networks dominate the mean).
-
-    The ratio is to sum_{j>=i} kappa_j^2 alone (printed), and to that plus 1.
-    """
+    """Ratio to sum_{j>=i} kappa_j^2 (printed), and to that plus 1: range over matrices of the median over networks."""
     sums, typical = tail_sums(coefficients)[None, :, None], ratios.median(0).values
     low, high = (typical / (sums + 1)).aminmax()
     return {"printed_max": float((typical / sums).max()), "low": float(low), "high": float(high)}
@@ -158,8 +152,8 @@ def figure(data: Mapping[str, Any]) -> Figure:
     depths = [row["num_skips"] for row in rows]
     finish(depth, title, "number of skips N", ratio, log="xy", xticks=depths, yticks=(2, 5, 10, 20, 50, 100))
     for sent, colour, label in (("residual", "tab:blue", "true"), ("fixed", "tab:orange", "independent")):
-        columns = _columns(_select(data["sweep"], sent=sent), "kappa", "low", "high")
-        kappa.fill_between(*columns, color=colour, alpha=0.35, label=f"{label} residual")
+        at, low, high = _columns(_select(data["sweep"], sent=sent), "kappa", "low", "high")
+        kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=f"{label} residual")
     title, ratio = "CS, N = 8: range of the ratio by κ", "same ratio, smallest to largest"
     finish(kappa, title, "κ", ratio, log="y", yticks=(1, 2, 5, 10, 20, 50))
     for init, method, sent, colour, label in (

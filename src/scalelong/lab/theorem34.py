@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -82,8 +81,7 @@ def study(quick: bool = False, seed: int = 0) -> Study:
     broken = [broken_case(stretch, m0) for m0 in (1.0, 1.5) for stretch in (1.0, 2.0, 4.0, 8.0)]
     findings = (
         _about_printed(cases, broken),
-        _about_corrected(cases),
-        _about_local(cases),
+        *_about_valid(cases),
         *_about_tightness(tightness),
         _about_order(tightness[-1], paper_gain),
     )
@@ -123,11 +121,7 @@ def tightness_at(num_skips: int, width: int, networks: int, seed: int, gain: flo
             row = {"worst": worst, "random": change_per_perturbation(model, x, push, kappas)}
             row["skips"] = bounds.product_bound(kappas, bounds.block_norms(model)[0], middle=0.0)
             rows.append(row | all_bounds(model, jacobians, kappas))
-
-    def means(rows: list[dict[str, float]]) -> dict[str, float]:
-        return {key: geometric_mean(row[key] for row in rows) for key in rows[0]}
-
-    methods = {method: means(rows) for method, rows in logs.items()}
+    methods = {name: {key: geometric_mean(row[key] for row in rows) for key in rows[0]} for name, rows in logs.items()}
     return {"num_skips": num_skips, "power_iteration_gap": gap, "methods": methods}
 
 
@@ -144,28 +138,26 @@ def _about_printed(cases: list[dict[str, Any]], broken: list[dict[str, float]]) 
     )
 
 
-def _about_corrected(cases: list[dict[str, Any]]) -> Finding:
+def _about_valid(cases: list[dict[str, Any]]) -> tuple[Finding, Finding]:
     count = violations(cases, "largest factor") + violations(cases, "product")
     tightest = max(case["measured"] / case["product"] for case in cases)
-    return judge(
+    corrected = judge(
         "Theorem 3.4 corrected: M = max ||b_i|| ||a_i||, and its product form",
         "never exceeded",
         f"{count} violations in {len(cases):,} random networks and perturbations; the closest reaches {tightest:.2f} of the "
         "product form",
         count == 0,
     )
-
-
-def _about_local(cases: list[dict[str, Any]]) -> Finding:
     count = violations(cases, "local") + violations(cases, "path")
     pieces = max(case["pieces"] for case in cases)
     shares = ", ".join(f"{bound} {mean(_shares(cases, bound)):.3f}" for bound in ("product", "local", "path"))
-    return judge(
+    local = judge(
         "Theorem 3.4 with Jacobians along the segment (singular values on each of its linear pieces)",
         "never exceeded",
         f"{count} violations in {len(cases):,}, up to {pieces} pieces a segment; mean share reached: {shares}",
         count == 0,
     )
+    return corrected, local
 
 
 def _shares(cases: list[dict[str, Any]], bound: str) -> list[float]:
@@ -218,7 +210,16 @@ def _about_order(unit: dict[str, Any], paper: dict[str, Any]) -> Finding:
 def figure(data: Mapping[str, Any]) -> Figure:
     """Share of each bound reached, tightness against N, and CS over universal scaling."""
     canvas, (share, tight, order) = panels(3)
-    _plot_shares(share, data)
+    bins = np.logspace(-12, 2, 57).tolist()
+    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
+        # a share of 1 belongs to the bin below 1
+        values = [min(value, 1 - 1e-9) if value <= TOLERANCE else value for value in _shares(data["cases"], bound)]
+        share.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
+    broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
+    share.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
+    share.axvline(1, color="black", linewidth=1)
+    title = f"{len(data['cases']):,} random networks: none beyond 1"
+    finish(share, title, "measured / bound (first bar: this or less)", "networks", log="x")
     depths = [row["num_skips"] for row in data["tightness"]]
     for method, colour in METHOD_COLOURS.items():
         rows = [row["methods"][method] for row in data["tightness"]]
@@ -239,17 +240,3 @@ def figure(data: Mapping[str, Any]) -> Figure:
     order.plot(n, KAPPA ** (n - 2), ":", color="black", linewidth=1.6, label="claimed: κ^(N-2)")
     finish(order, f"CS over universal scaling, κ = {KAPPA}", "number of skips N", "ratio", log="y")
     return canvas
-
-
-def _plot_shares(axes: Axes, data: Mapping[str, Any]) -> None:
-    """Histograms of measured / bound, and the counterexample to the printed form beyond 1."""
-    bins = np.logspace(-12, 2, 57).tolist()
-    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
-        shares = _shares(data["cases"], bound)
-        values = [min(share, 1 - 1e-9) if share <= TOLERANCE else share for share in shares]  # 1 belongs to the left
-        axes.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
-    broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
-    axes.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
-    axes.axvline(1, color="black", linewidth=1)
-    title = f"{len(data['cases']):,} random networks: none beyond 1"
-    finish(axes, title, "measured / bound (first bar: this or less)", "networks", log="x")
