@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,45 +65,39 @@ def text_latent(**changes: Any) -> nn.Module:
     return _build("UNet2DConditionModel", {**settings, **changes})
 
 
-def _build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     import diffusers  # takes seconds to import, and U-ViTs do not need it
 
     model: nn.Module = getattr(diffusers, name)(**settings)
     return model
 
 
-@dataclass(frozen=True)
-class DiffusersUNet:
-    """A UNet of diffusers called like a U-ViT: net(x, time, class_labels=..., context=...) -> Tensor."""
-
-    model: nn.Module
-
-    def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
-        image: Tensor = self.model(**model_inputs(self.model, x, time, **condition), return_dict=False)[0]
-        return image
-
-
 def as_network(model: nn.Module) -> Callable[..., Tensor]:
-    """The model as net(x, time, class_labels=..., context=...) -> Tensor: itself, or a wrapper of a diffusers UNet.
-
-    The model may be compiled or in DDP.
+    """The model, which may be compiled or in DDP, as net(x, time, class_labels=..., context=...) -> Tensor.
 
     >>> import torch
     >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
     >>> net(torch.randn(1, 3, 32, 32), torch.tensor([500.0])).shape
     torch.Size([1, 3, 32, 32])
     """
-    return DiffusersUNet(model) if _diffusers_class(model) else model
+    if not _diffusers_class(model):
+        return model
+
+    def network(x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
+        image: Tensor = model(**model_inputs(model, x, time, **condition), return_dict=False)[0]
+        return image
+
+    return network
 
 
 def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor | None) -> dict[str, Any]:
     """The keyword arguments of a model for these inputs; conditions that are None are left out."""
     given = {name: value for name, value in condition.items() if value is not None}
-    name = _diffusers_class(model)
-    if not name:
+    cls = _diffusers_class(model)
+    if not cls:
         return {"x": x, "time": time, **given}
-    for wrong in given.keys() - {"class_labels", "context" if name == "UNet2DConditionModel" else ""}:
-        raise ValueError(f"network.{wrong}: a {name} has no such condition; leave {wrong} out")
+    for wrong in given.keys() - {"class_labels", "context" if cls == "UNet2DConditionModel" else ""}:
+        raise ValueError(f"network.{wrong}: a {cls} has no such condition; leave {wrong} out")
     renamed = {"encoder_hidden_states" if name == "context" else name: value for name, value in given.items()}
     return {"sample": x, "timestep": time, **renamed}
 
@@ -117,8 +110,7 @@ def _diffusers_class(model: nn.Module) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's module inside those of torch.compile and DDP."""
-    for attribute, wrapper in (("_orig_mod", "OptimizedModule"), ("module", "DistributedDataParallel")):
-        if type(model).__name__ == wrapper:
-            inner: nn.Module = getattr(model, attribute)
-            return unwrapped(inner)
+    attributes = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+    while type(model).__name__ in attributes:
+        model = getattr(model, attributes[type(model).__name__])
     return model
