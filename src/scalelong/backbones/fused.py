@@ -84,11 +84,7 @@ class FusedAttention(Attention):
         return projected
 
 
-_FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    Block: FusedBlock,
-    SkipLinear: FusedSkipLinear,
-    Attention: FusedAttention,
-}
+_FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
@@ -121,7 +117,7 @@ def _has_plain_parameters(module: nn.Module) -> bool:
 
 
 def _has_attention_kernel(network: UViT) -> bool:
-    """True for 16 x 16 patches with one or two extra tokens and heads of 64 channels, as in every preset without text."""
+    """True for 16 x 16 patches, one or two extra tokens and heads of 64 channels, as in every preset without text."""
     measured = network.num_tokens in (257, 258) and network.config.dim == 64 * network.config.heads
     return measured and network.pos_embed.is_cuda and _gpu_has_kernel()
 

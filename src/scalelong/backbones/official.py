@@ -62,9 +62,10 @@ def load_official_uvit(
     gates = {name: state.pop(name) for name in list(state) if name.startswith("se.")}
     with torch.device("meta"):
         model = UViT(_uvit_config(config))
-    _check_gates(gates, method)
+    stored = "ls" if "se.layer1.weight" in gates else "ls_individual" if gates else "none"
+    if stored != (method if method in ("ls", "ls_individual") else "none"):
+        raise ValueError(f"official.scalelong: {method!r} does not fit the weights, which have the gates of {stored!r}")
     _check_shapes(state, model)
-
     model.to_empty(device="cpu").load_state_dict(state)
     handle = apply(model, scaling.method, **scaling.options)
     if gates:
@@ -88,13 +89,9 @@ def _method(scalelong: int | str) -> str:
 def _scaling_config(method: str, kappa: float | None) -> ScalingConfig:
     if method in ("ls", "ls_individual"):
         return ScalingConfig.create("ls", shared=method == "ls", reduction=16)
-    if method != "cs":
-        return ScalingConfig.create(method)
-    if kappa is None:
-        raise ValueError(
-            "official.kappa: None with 'cs'; pass the kappa of the training, which the weights do not store"
-        )
-    return ScalingConfig.create("cs", kappa=kappa)
+    if method == "cs" and kappa is None:
+        raise ValueError("official.kappa: None with 'cs'; pass the kappa of the training, which is not in the weights")
+    return ScalingConfig.create("cs", kappa=kappa) if method == "cs" else ScalingConfig.create(method)
 
 
 def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
@@ -118,27 +115,11 @@ def _our_gate_name(name: str, num_skips: int) -> str:
     return f"gates.{gate}.{LAYERS[layer]}.{kind}"
 
 
-def _check_gates(gates: Mapping[str, Tensor], method: str) -> None:
-    stored = "ls" if "se.layer1.weight" in gates else "ls_individual" if gates else "none"
-    if stored != (method if method in ("ls", "ls_individual") else "none"):
-        raise ValueError(
-            f"official.scalelong: {method!r} does not fit the weights, whose gates are those of {stored!r}"
-        )
-
-
 def _check_shapes(state: Mapping[str, Tensor], model: UViT) -> None:
     """Raise unless the names and shapes of the weights are those that the settings imply."""
-    wanted = model.state_dict()
-    missing, extra = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
-    if missing or extra:
-        names = f"missing {_some(missing)}; unexpected {_some(extra)}"
-        raise ValueError(f"official.state_dict: {names}; pass the settings of the training (depth, num_classes, ...)")
-    for name, value in wanted.items():
-        if state[name].shape != value.shape:
-            shapes = f"{tuple(state[name].shape)}, the settings say {tuple(value.shape)}"
-            raise ValueError(f"official.state_dict: {name} is {shapes}; pass the settings of the training")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4]) or "none"
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+    wanted, found = ({name: tuple(v.shape) for name, v in tensors.items()} for tensors in (model.state_dict(), state))
+    wrong = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    if wrong:
+        name, more = wrong[0], f" (and {len(wrong) - 1} more differ)" if len(wrong) > 1 else ""
+        shapes = f"{found.get(name, 'missing')}, the settings say {wanted.get(name, 'there is none')}"
+        raise ValueError(f"official.state_dict: {name} is {shapes}{more}; pass the settings of the training")

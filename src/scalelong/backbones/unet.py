@@ -16,7 +16,6 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
     settings = {
         "sample_size": 32,
         "block_out_channels": (128, 256, 256, 256),
-        "layers_per_block": 2,
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
         "attention_head_dim": None,  # one head
@@ -36,7 +35,6 @@ def iddpm_imagenet64(**changes: Any) -> nn.Module:
     settings = {
         "sample_size": 64,
         "block_out_channels": (160, 320, 480, 640),
-        "layers_per_block": 2,
         "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
         "attention_head_dim": 32,
@@ -53,10 +51,7 @@ def text_latent(**changes: Any) -> nn.Module:
     """
     settings = {
         "sample_size": 32,
-        "in_channels": 4,
-        "out_channels": 4,
         "block_out_channels": (224, 448, 448, 672),
-        "layers_per_block": 2,
         "down_block_types": ("CrossAttnDownBlock2D",) * 4,
         "up_block_types": ("CrossAttnUpBlock2D",) * 4,
         "attention_head_dim": 7,  # diffusers' name for the NUMBER of heads here: 32, 64, 64 and 96 channels each

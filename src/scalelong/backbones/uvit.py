@@ -44,27 +44,26 @@ class UViTConfig:
         least = dict.fromkeys(("image_size", "patch_size", "in_channels", "dim", "depth", "heads"), 1)
         least |= dict.fromkeys(("num_classes", "text_dim", "text_tokens"), 0)
         for key, minimum in least.items():
-            if type(getattr(self, key)) is not int or getattr(self, key) < minimum:
-                self._refuse(key, f"must be a whole number of at least {minimum}")
-        if self.image_size % self.patch_size:
-            self._refuse("patch_size", f"does not divide image_size {self.image_size}; choose a divisor of it")
-        if self.dim % self.heads:
-            self._refuse("heads", f"does not divide dim {self.dim}; choose a divisor of it")
-        for key, reason in (
-            ("dim", "the time embedding is half cosines, half sines"),
-            ("depth", "blocks come in pairs"),
-        ):
-            if getattr(self, key) % 2:
-                self._refuse(key, f"is odd, but {reason}; choose an even number")
+            value = getattr(self, key)
+            if type(value) is not int or value < minimum:
+                raise ValueError(f"uvit.{key}: {value!r} must be a whole number of at least {minimum}")
+        size, patch, dim, heads = self.image_size, self.patch_size, self.dim, self.heads
+        if size % patch:
+            raise ValueError(f"uvit.patch_size: {patch} does not divide image_size {size}; choose a divisor of it")
+        if dim % heads:
+            raise ValueError(f"uvit.heads: {heads} does not divide dim {dim}; choose a divisor of it")
+        if dim % 2:
+            raise ValueError(f"uvit.dim: {dim} is odd, but the time embedding is half cosines, half sines")
+        if self.depth % 2:
+            raise ValueError(f"uvit.depth: {self.depth} is odd, but each in-block needs its out-block")
         if not self.mlp_ratio > 0:
-            self._refuse("mlp_ratio", "must be positive; 4.0 is usual")
+            raise ValueError(f"uvit.mlp_ratio: {self.mlp_ratio!r} must be positive; 4.0 is usual")
         if (self.text_dim > 0) != (self.text_tokens > 0):
-            self._refuse("text_tokens", f"does not go with text_dim {self.text_dim}; set both, or neither")
+            raise ValueError(
+                f"uvit.text_tokens: {self.text_tokens} does not go with text_dim {self.text_dim}; set both"
+            )
         if self.num_classes and self.text_dim:
-            self._refuse("num_classes", "cannot be combined with text; set num_classes=0 or text_dim=text_tokens=0")
-
-    def _refuse(self, key: str, reason: str) -> None:
-        raise ValueError(f"uvit.{key}: {getattr(self, key)!r} {reason}")
+            raise ValueError(f"uvit.num_classes: {self.num_classes} cannot be combined with text; set one of them to 0")
 
 
 def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
@@ -109,9 +108,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads T D/heads
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        projected: Tensor = self.proj(mixed)
-        return projected
+        mixed: Tensor = self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Mlp(nn.Module):
@@ -206,7 +204,7 @@ class UViT(nn.Module):
     ) -> Tensor:
         """x: (B, C, H, W); time: (B,) or scalar, already scaled (t * 999); class_labels: (B,); context: (B, text, width)."""
         self._check_inputs(x, class_labels, context)
-        extras = self._extra_tokens(time.reshape(-1).expand(len(x)), class_labels, context)
+        extras = self._extra_tokens(time.reshape(-1).expand(x.shape[0]), class_labels, context)
         tokens = torch.cat([*extras, self.patch_embed(x)], dim=1) + self.pos_embed
         skips: list[Tensor] = []
         for block in self.in_blocks:
@@ -227,8 +225,7 @@ class UViT(nn.Module):
 
     def _extra_tokens(self, time: Tensor, class_labels: Tensor | None, context: Tensor | None) -> list[Tensor]:
         """[time], [class, time] or [time, text], each (B, number, D)."""
-        embedded_time = timestep_embedding(time, self.config.dim)
-        tokens = [self.time_embed(embedded_time.to(self.pos_embed.dtype))[:, None]]
+        tokens = [self.time_embed(timestep_embedding(time, self.config.dim).to(self.pos_embed.dtype))[:, None]]
         if self.label_emb is not None:
             tokens.insert(0, self.label_emb(class_labels)[:, None])
         if self.context_embed is not None:
