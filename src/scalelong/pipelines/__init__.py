@@ -41,7 +41,6 @@ Component = tuple[str, str]  # library or file, class
 
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
 _FUTURE = "from __future__ import annotations\n"
-_IMPORT_OF_UVIT = "from scalelong.backbones.uvit import UViT, UViTConfig\n"
 _SCALED_UNET = '''"""A {name} of diffusers that is loaded with its scaled long skips."""
 
 import scalelong
@@ -158,7 +157,7 @@ def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
 
 def _uvit_file() -> str:
     """uvit.py and uvit_model.py as one file: diffusers loads a single one per component."""
-    model = inspect.getsource(uvit_model).replace(_IMPORT_OF_UVIT, "")
+    model = inspect.getsource(uvit_model).replace("from scalelong.backbones.uvit import UViT, UViTConfig\n", "")
     return _FUTURE + f"{inspect.getsource(uvit)}\n\n{model}".replace(_FUTURE, "")
 
 

@@ -121,16 +121,14 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(class_labels, (int, str)):
             class_labels = [class_labels] * batch_size
         chosen = class_labels.tolist() if hasattr(class_labels, "tolist") else class_labels
-        labels = torch.tensor([self._class(label) for label in chosen], device=self._execution_device)
+        numbers = {name: number for number, name in enumerate(self.config.class_names)}
+        numbers |= {number: number for number in range(self.config.num_classes)}
+        for unknown in [label for label in chosen if label not in numbers]:
+            choices = f"choose 0 .. {self.config.num_classes - 1} or a class name"
+            raise ValueError(f"class_labels: unknown {unknown!r}; {choices}")
+        labels = torch.tensor([numbers[label] for label in chosen], device=self._execution_device)
         null = torch.tensor([self.config.num_classes], device=self._execution_device)
         return {"class_labels": labels}, {"class_labels": null} if self.config.null_class else None, len(labels)
-
-    def _class(self, label: int | str) -> int:
-        if isinstance(label, str) and label in self.config.class_names:
-            return int(self.config.class_names.index(label))
-        if isinstance(label, int) and 0 <= label < self.config.num_classes:
-            return label
-        raise ValueError(f"class_labels: unknown {label!r}; choose 0 .. {self.config.num_classes - 1} or a class name")
 
     def _encode(self, texts: list[str]) -> Any:
         """Features of the tokens; zeros after the end of a text, except for CLIP, which has features there too."""

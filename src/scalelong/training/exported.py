@@ -23,7 +23,6 @@ INDEX = "model_index.json"  # diffusers' names, except the next one
 DESCRIPTION = "scalelong_run.json"
 DENOISER = "unet"
 AUTOENCODER = "vae"
-UVIT_PREFIX = "uvit."
 _WEIGHTS = "diffusion_pytorch_model*.safetensors"
 
 
@@ -61,7 +60,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
-    weights = {name.removeprefix(UVIT_PREFIX): value for file in files for name, value in load_file(file).items()}
+    weights = {name.removeprefix("uvit."): value for file in files for name, value in load_file(file).items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
