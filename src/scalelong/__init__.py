@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from scalelong.stability import OscillationProbe
     from scalelong.training import EMA, load_run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = ["EMA", "Handle", "LongSkip", "OscillationProbe", "UViT", "UViTConfig", "apply", "coefficients", "find_skips"]
 __all__ += [
