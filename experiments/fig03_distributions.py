@@ -20,11 +20,11 @@ import torch
 import tyro
 from common import Options, colour, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
+from trained_models import robustness_curve
 
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.trained import robustness_curve
 from scalelong.runs.reader import Run
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run
@@ -68,8 +68,8 @@ def squared_norms(source: Source) -> np.ndarray[Any, Any]:
     for part in index.split(512):
         images = to_float(source.read_many((part % len(source)).tolist()))
         t, noise = draw_time_and_noise(process, 0, part, source.shape)
-        alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
-        found.append((alpha * images + sigma * noise).square().flatten(1).mean(1))
+        x_t, _, _ = process.diffuse(images, noise, t)
+        found.append(x_t.square().flatten(1).mean(1))
     return torch.cat(found).numpy()
 
 
