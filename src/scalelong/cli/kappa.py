@@ -80,8 +80,8 @@ def summary(found: Recommendation, config: RunConfig | None) -> str:
     low, high = found.kappa_interval
     lines = [
         f"skips N                   {found.num_skips}",
-        f"ratio, mean               {found.mean_ratio:.3f}  (standard error {found.standard_error:.3f})",
-        f"ratio, 97% quantile       {found.tail_ratio:.3f}",
+        f"ratio, mean               {found.sum_interval[0]:.3f}  (standard error {found.standard_error:.3f})",
+        f"ratio, 97% quantile       {found.sum_interval[1]:.3f}",
         f"kappa of CS, interval     {low:.3f} .. {high:.3f}  (middle {found.middle:.3f})",
         f"kappa of CS, recommended  {found.kappa:g}",
     ]

@@ -244,7 +244,7 @@ def _arrivals(group: Group, curves: Sequence[Column], goal: float, window: int) 
         if (step := next(reached, None)) is not None:
             before = max((s for s in steps if s < step), default=0)
             found.append((before, step, *run.seconds_at([before, step])))
-    columns = [[row[i] for row in found] for i in range(4)]
-    after_steps, steps, after_seconds, seconds = map(estimate, columns)
-    after = (math.nan, math.nan) if window else (after_steps.mean, after_seconds.mean)
-    return Arrivals(group, *(Arrival(e.mean, e.sd, e.n, a) for e, a in zip((steps, seconds), after, strict=True)))
+    before_steps, by_steps, before_seconds, by_seconds = (estimate([row[i] for row in found]) for i in range(4))
+    after = (math.nan, math.nan) if window else (before_steps.mean, before_seconds.mean)
+    when = [Arrival(by.mean, by.sd, by.n, a) for by, a in zip((by_steps, by_seconds), after, strict=True)]
+    return Arrivals(group, *when)

@@ -52,8 +52,9 @@ def measures_table(comparison: Comparison) -> Rows:
     shown = [name for name in MEASURES if comparison.ranking(name)]
     metrics = comparison.metrics if comparison.same_data else ()
     rows = [["method", "seeds", *(MEASURES[name][0] for name in shown), *map(comparison.heading, metrics)]]
+    columns: list[str | Metric] = [*shown, *metrics]
     for group in comparison.groups:
-        cells = [_cell(comparison, group, measure) for measure in (*shown, *metrics)]
+        cells = [_cell(comparison, group, measure) for measure in columns]
         seeds = ", ".join(map(str, group.seeds)) if len(group.runs) <= 4 else f"{len(group.runs)} seeds"
         rows.append([group.label, seeds, *cells])
     return rows
