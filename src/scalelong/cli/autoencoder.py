@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from scalelong.cli.arguments import DataName
+from scalelong.cli import DataName
 from scalelong.data import load_source
 from scalelong.training.autoencoder import GRID, AutoencoderSettings, train_autoencoder
 

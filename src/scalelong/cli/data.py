@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.cli.arguments import DataName
+from scalelong.cli import DataName
 from scalelong.data import SOURCES, check, load_source
 from scalelong.data.download import fetch
 from scalelong.data.encode import Origin, encode

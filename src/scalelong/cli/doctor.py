@@ -26,7 +26,6 @@ _EXTRAS = {
     "transformers": "text conditioning",
     "monai": "MONAI's networks",
 }
-_LOW_SPACE = 5 * 2**30  # bytes
 
 Check = tuple[str, str, str]  # what was checked, the result, and what to do about it ("" if nothing)
 
@@ -41,16 +40,19 @@ class Doctor:
 def main(arguments: list[str]) -> None:
     """Check and print."""
     command = tyro.cli(Doctor, args=arguments, prog="scalelong doctor", description=__doc__)
-    checks = [*_versions(), *_devices(), *_extras(), *_cache(cache_dir(command.root))]
+    checks = [*_installation(), *_devices(), *_cache(cache_dir(command.root))]
     width = max(len(name) for name, _, _ in checks)
     for name, result, remedy in checks:
         print(f"{'!' if remedy else ' '} {name.ljust(width)}  {result}{f'  -> {remedy}' if remedy else ''}")
 
 
-def _versions() -> Iterator[Check]:
+def _installation() -> Iterator[Check]:
     yield "python", platform.python_version(), ""
     for package in ("scalelong", "torch", "diffusers", "accelerate"):
         yield package, importlib.metadata.version(package), ""
+    for package, purpose in _EXTRAS.items():
+        found = importlib.util.find_spec(package) is not None
+        yield package, f"{'' if found else 'not '}installed ({purpose})", "" if found else f"pip install {package}"
 
 
 def _devices() -> Iterator[Check]:
@@ -63,22 +65,10 @@ def _devices() -> Iterator[Check]:
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} used by torch", ""
 
 
-def _extras() -> Iterator[Check]:
-    for package, purpose in _EXTRAS.items():
-        if importlib.util.find_spec(package):
-            yield package, f"installed ({purpose})", ""
-        else:
-            yield package, f"not installed ({purpose})", f"pip install {package}"
-
-
 def _cache(folder: Path) -> Iterator[Check]:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     cached = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     writable = "" if os.access(existing, os.W_OK) else "not writable: set SCALELONG_DATA to a writable folder"
     yield "cache", f"{folder}: {', '.join(cached) or 'empty'}", writable
-    free = shutil.disk_usage(existing).free
-    yield (
-        "free space",
-        f"{free / 2**30:.0f} GiB",
-        "a checkpoint of a 44M model takes 0.7 GB" if free < _LOW_SPACE else "",
-    )
+    free = shutil.disk_usage(existing).free / 2**30
+    yield "free space", f"{free:.0f} GiB", "a checkpoint of a 44M model takes 0.7 GB" if free < 5 else ""

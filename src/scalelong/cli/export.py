@@ -12,7 +12,7 @@ from typing import Literal
 
 import tyro
 
-from scalelong.cli.arguments import RunFolder
+from scalelong.cli import RunFolder
 from scalelong.pipelines import export_pipeline, export_weights
 from scalelong.training import load_run
 
@@ -33,9 +33,7 @@ def main(arguments: list[str]) -> None:
     """Export and print where to and how to load it."""
     command = tyro.cli(Export, args=arguments, prog="scalelong export", description=__doc__)
     if command.sampler and command.format != "diffusers":
-        raise ValueError(
-            f"sampler: {command.sampler!r}, but weights have none; leave it out, or use --format diffusers"
-        )
+        raise ValueError(f"sampler: weights have none, got {command.sampler!r}; omit it or use --format diffusers")
     run = load_run(command.run, weights=command.weights, step=command.checkpoint)
     if command.format == "scalelong":
         print(f"step {run.step} ({run.weights}): {export_weights(run, command.out or run.folder / 'export')}")

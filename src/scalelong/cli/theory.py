@@ -26,13 +26,11 @@ class Theory:
 def main(arguments: list[str]) -> None:
     """Verify, print, plot."""
     command = tyro.cli(Theory, args=arguments, prog="scalelong theory", description=__doc__)
-    out = Path(command.out)
+    out, started = Path(command.out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     studies = verify_theory(command.quick, command.seed)
     files = write(studies, out)
     print(as_text([finding for study in studies for finding in study.findings]))
     for study in studies:
         print(f"picture  {draw(study, out)}")
-    print(f"numbers  {', '.join(map(str, files))}")
-    print(f"in all   {time.perf_counter() - started:.0f} s")
+    print(f"numbers  {', '.join(map(str, files))}\nin all   {time.perf_counter() - started:.0f} s")
