@@ -28,8 +28,11 @@ VERBS = {
     "doctor": "report what this machine and this installation can do",
 }
 
-# Verbs that share a file, in a function named after them; the others have their own, with a function main.
-FILES = dict.fromkeys(("compare", "report", "diagnose", "demo"), "compare") | {"inspect": "models", "kappa": "models"}
+FILES = {  # verbs that share a file, in functions named after them; the others have their own, with a function main
+    **dict.fromkeys(("compare", "report", "diagnose", "demo"), "compare"),
+    **dict.fromkeys(("inspect", "kappa"), "models"),
+    **dict.fromkeys(("export", "theory", "doctor"), "tools"),
+}
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # printed as one line
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
