@@ -198,9 +198,7 @@ class Opened:
 
 def known_config(name: str) -> RunConfig | None:
     """The configuration of a preset or a run folder; None for other models."""
-    if name in PRESETS:
-        return get_preset(name)
-    return read_config(name) if is_run(name) else None
+    return PRESETS.get(name) or (read_config(name) if is_run(name) else None)
 
 
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
@@ -225,10 +223,8 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
         return Opened(model, example, generated_example(model, full_size=True))
     except ValueError:
         if known_skips(model) is None:
-            name = type(model).__name__
-            raise ValueError(
-                f"shape: {name} is not a known class; pass its inputs, such as --shape 1,3,32,32 1"
-            ) from None
+            cls = type(model).__name__
+            raise ValueError(f"shape: {cls} is not a known class; pass its inputs, as --shape 1,3,32,32 1") from None
         return Opened(model, None, None)
 
 

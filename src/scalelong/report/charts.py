@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import methodcaller
 from typing import Any
 
@@ -38,10 +39,6 @@ class Chart:
     dots: bool = False
     from_zero: bool = False
 
-    @property
-    def has_data(self) -> bool:
-        return any(one["y"] for series in (self.series, *(self.variants or {}).values()) for one in series)
-
 
 def make_charts(comparison: Comparison) -> dict[str, Chart]:
     """Every chart that has data, by id."""
@@ -56,7 +53,8 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
         _coefficient_chart(comparison),
         Chart("throughput", "Images per second", "step", "images/s", speed),
     ]
-    return {chart.id: chart for chart in charts if chart.has_data}
+    shown = {chart.id: [*chart.series, *chain(*(chart.variants or {}).values())] for chart in charts}
+    return {chart.id: chart for chart in charts if any(series["y"] for series in shown[chart.id])}
 
 
 def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:

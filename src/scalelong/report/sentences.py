@@ -151,9 +151,8 @@ def qualities(comparison: Comparison) -> list[str]:
 
 def smoothing(comparison: Comparison) -> str:
     """What the lines of the loss charts are."""
-    several = {len(group.runs) > 1 for group in comparison.groups}
-    parts = ["faint lines are the recorded values"] * (False in several)
-    parts += ["lines are means over seeds, shaded by ± sd"] * (True in several)
+    texts = {False: "faint lines are the recorded values", True: "lines are means over seeds, shaded by ± sd"}
+    parts = [texts[several] for several in sorted({len(group.runs) > 1 for group in comparison.groups})]
     return f"Running mean over {count(comparison.window)} steps; {joined(parts)}."
 
 

@@ -133,17 +133,17 @@ def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path
     rows: list[list[object]] = [[*head]]
     for group in comparison.groups:
         values = [comparison.measure(group, name) for name in MEASURES]
-        cells = [_exact(cell) for value in values for cell in (value.mean, value.sd)]
+        cells: list[object] = [cell for value in values for cell in (value.mean, value.sd)]
         for metric in metrics:
             quality, step = comparison.measure(group, metric), comparison.quality_step(metric)
-            cells += [_exact(quality.mean), _exact(quality.sd), "" if step is None or not quality.n else step]
+            cells += [quality.mean, quality.sd, "" if step is None or not quality.n else step]
         rows.append([group.label, len(group.runs), *cells])
     _write(path, rows)
     pairs: list[list[object]] = [[*_PAIRS_HEAD]]
     for race, what in zip(races, race_names(races), strict=True):
         for pair in race.pairs():
             both = [*_arrival_cells(pair.first), *_arrival_cells(pair.second)]
-            pairs.append([what, race.target, *both, _exact(pair.in_steps), _exact(pair.in_seconds)])
+            pairs.append([what, race.target, *both, pair.in_steps, pair.in_seconds])
     beside = path.with_name(f"{path.stem}-pairs{path.suffix or '.csv'}")
     _write(beside, pairs)
     return beside
@@ -151,7 +151,7 @@ def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path
 
 def _arrival_cells(arrivals: Arrivals) -> list[object]:
     numbers = (arrivals.steps.after, arrivals.steps.mean, arrivals.seconds.mean)
-    return [arrivals.group.label, *map(_exact, numbers), f"{arrivals.reached} of {len(arrivals.group.runs)}"]
+    return [arrivals.group.label, *numbers, f"{arrivals.reached} of {len(arrivals.group.runs)}"]
 
 
 def _column_names(comparison: Comparison, metrics: Sequence[Metric]) -> list[str]:
@@ -161,13 +161,10 @@ def _column_names(comparison: Comparison, metrics: Sequence[Metric]) -> list[str
     return [name if names.count(name) == 1 else whole for name, whole in zip(names, full, strict=True)]
 
 
-def _exact(value: float) -> object:
-    return value if math.isfinite(value) else ""
-
-
 def _write(path: Path, rows: Rows | list[list[object]]) -> None:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
+    known = [["" if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row] for row in rows]
+    csv.writer(text).writerows(known)
     write_text(path, text.getvalue())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,16 +91,9 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"step": step, "kind": kind} | _jsonable(values)) + "\n"
-
-
-def _jsonable(value: Any) -> Any:
     """Numbers that are not finite become null: JSON has no NaN."""
-    if isinstance(value, Mapping):
-        return {key: _jsonable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps({"step": step, "kind": kind, **values})
+    return json.dumps(json.loads(text, parse_constant=lambda _: None)) + "\n"
 
 
 def _wandb(folder: Path, project: str) -> Any:

@@ -202,11 +202,9 @@ def _clamp_warnings(low: float, high: float, num_skips: int) -> list[str]:
         return ["with one skip CS does nothing: kappa_1 is 1 whatever kappa"]
     found = []
     if low < 1:
-        ends = "both ends are" if high <= 1 else "the lower end is"
-        found.append(f"{ends} below 1, but the sum of CS is at least kappa_1 = 1: clamped to 0")
+        found.append(f"the interval begins at {low:.3f}, below 1, the least sum of CS: clamped to kappa = 0")
     if high > num_skips:
-        ends = "both ends are" if low >= num_skips else "the upper end is"
-        found.append(f"{ends} above N = {num_skips}, the sum at kappa = 1: clamped to 1 (no scaling)")
+        found.append(f"the interval ends at {high:.3f}, above N = {num_skips}, the sum at kappa = 1: clamped to 1")
     return found
 
 

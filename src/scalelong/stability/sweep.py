@@ -53,36 +53,32 @@ def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
     for position, (name, config) in enumerate(configs.items(), 1):
         if ranks.is_main_process:
             logger.info("run %d of %d: %s", position, len(configs), name)
-        trainer = _train(config, out / name)
-        if trainer.stopping:
-            raise RuntimeError(f"stopped in {name} at step {trainer.step}; repeat the command to continue")
+        if (stopped := _train(config, out / name)) is not None:
+            raise RuntimeError(f"stopped in {name} at step {stopped}; repeat the command to continue")
     return bool(ranks.is_main_process)
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
     """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(min(len(configs), cores), mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_train_on_one_thread, config, out / name) for name, config in configs.items()]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(configs), cores), spawn, torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(_train, config, out / name) for name, config in configs.items()]
         _show_progress(futures, configs, out)
         for future in futures:
             future.result()
 
 
-def _train_on_one_thread(config: RunConfig, folder: Path) -> None:
-    torch.set_num_threads(1)
-    _train(config, folder)
-
-
-def _train(config: RunConfig, folder: Path) -> Trainer:
+def _train(config: RunConfig, folder: Path) -> int | None:
+    """Train with a probe; the step at which the run was asked to stop, if it was."""
     trainer = Trainer(config, folder)
     probe = OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
     trainer.observers.append(probe)
     trainer.run()
-    return trainer
+    return trainer.step if trainer.stopping else None
 
 
-def _show_progress(futures: Sequence[Future[None]], configs: Mapping[str, RunConfig], out: Path) -> None:
+def _show_progress(futures: Sequence[Future[int | None]], configs: Mapping[str, RunConfig], out: Path) -> None:
     """Progress bars, read from the records of the runs."""
     bars = {
         name: tqdm(total=config.training.steps, desc=name.ljust(6), unit="step", position=i, disable=None)
