@@ -19,7 +19,7 @@ from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
 from scalelong.evaluation import InceptionFeatures
 from scalelong.runs.settings import SamplingPrecision, SamplingSettings
-from scalelong.training import sample_images
+from scalelong.training import sample_batches
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def main() -> None:
             )
             network = (Objective(VPSDE()), net, (3, 32, 32))
             warm_up = dataclasses.replace(settings, steps=2, count=batch_size)
-            sample_images(*network, warm_up, progress=False)
+            list(sample_batches(*network, warm_up, progress=False))
             started = time.perf_counter()
-            images = sample_images(*network, settings, progress=False)
+            images = torch.cat(list(sample_batches(*network, settings, progress=False)))
             rows.append({"what": f"{what}, batch {batch_size}", "seconds": time.perf_counter() - started})
             print(rows[-1], flush=True)
     for precision in ("fp32", "tf32"):

@@ -66,11 +66,11 @@ def output_mismatch(config: RunConfig, source: Source, kappa: float) -> float:
     config = _with(config, kappa)
     objective = build_objective(config)
     images, t, noise = _batch(config, source)
-    alpha, sigma = (value.float()[:, None, None, None] for value in objective.process.marginal(t))
+    x_t, alpha, sigma = objective.process.diffuse(images, noise, t)
     p, q = objective.target_weights(alpha, sigma)
     model = build_model(config, source.shape)
     with torch.no_grad():
-        output = as_network(model)(alpha * images + sigma * noise, objective.process.network_time(t).float())
+        output = as_network(model)(*objective.process.network_input(x_t, t))
     return float((output.norm() / (p * images + q * noise).norm()).log().abs())
 
 

@@ -21,7 +21,6 @@ from common import Options, base_config, compared, setting
 from output import Claim, beats, print_claims, print_table, save, write_csv, write_summary
 from torch import Tensor
 
-from scalelong.backbones import as_network
 from scalelong.evaluation import (
     Evaluation,
     evaluate_run,
@@ -31,7 +30,7 @@ from scalelong.evaluation import (
     reference_statistics,
 )
 from scalelong.runs.settings import ConditionSettings, SamplingSettings
-from scalelong.training import RunConfig, TrainedRun, sample_images
+from scalelong.training import RunConfig, TrainedRun
 from scalelong.training.condition import choose_classes
 
 NAME = "conditional"
@@ -131,16 +130,7 @@ def by_class(run: TrainedRun, options: Conditional, device: torch.device) -> Ten
     sampling = dataclasses.replace(
         run.config.sampling, sampler="dpm++2m", steps=options.sampler_steps, guidance=options.guidance[-1]
     )
-    return sample_images(
-        run.objective,
-        as_network(run.model),
-        run.shape,
-        sampling,
-        indices=range(classes * PER_CLASS),
-        condition=condition.for_samples,
-        null=condition.null_condition(sampling),
-        device=device,
-    )
+    return run.sample(sampling, condition, indices=range(classes * PER_CLASS))
 
 
 def draw(images: dict[str, Tensor], names: Sequence[str], path: Path) -> None:

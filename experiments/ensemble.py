@@ -199,8 +199,8 @@ def _probe_batch(ensemble: Ensemble, size: int = 16) -> tuple[Tensor, Tensor]:
     index, process = torch.arange(size), ensemble.objective.process
     images = to_float(ensemble.source.read_many(range(size)))
     t, noise = draw_time_and_noise(process, SEED, index, ensemble.source.shape)
-    alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
-    return alpha * images + sigma * noise, process.network_time(t).float()
+    x_t, _, _ = process.diffuse(images, noise, t)
+    return process.network_input(x_t, t)
 
 
 @torch.no_grad()

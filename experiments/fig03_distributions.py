@@ -68,8 +68,8 @@ def squared_norms(source: Source) -> np.ndarray[Any, Any]:
     for part in index.split(512):
         images = to_float(source.read_many((part % len(source)).tolist()))
         t, noise = draw_time_and_noise(process, 0, part, source.shape)
-        alpha, sigma = (value.float()[:, None, None, None] for value in process.marginal(t))
-        found.append((alpha * images + sigma * noise).square().flatten(1).mean(1))
+        x_t, _, _ = process.diffuse(images, noise, t)
+        found.append(x_t.square().flatten(1).mean(1))
     return torch.cat(found).numpy()
 
 

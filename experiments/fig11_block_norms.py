@@ -97,8 +97,8 @@ def train(options: Figure11, variant: Variant, seed: int) -> list[dict[str, Any]
     bar = tqdm(enumerate(batches), total=steps, desc=f"{variant}, seed {seed}", disable=None)
     for step, batch in bar:
         t, noise = draw_time_and_noise(process, seed, batch.index, source.shape)
-        alpha, sigma = (value.float()[:, None] for value in process.marginal(t))
-        x, target = alpha * batch.images.flatten(1) + sigma * noise.flatten(1), noise.flatten(1)
+        target = noise.flatten(1)
+        x, _, _ = process.diffuse(batch.images.flatten(1), target, t)
         fixed = x if fixed is None else fixed
         loss = (model(x) - target).square().mean()
         if step % max(1, steps // POINTS) == 0 or step == steps - 1:

@@ -17,15 +17,13 @@ import tyro
 from common import Options, compared, label, setting
 from output import Claim, beats, print_claims, print_table, write_csv, write_summary
 
-from scalelong.backbones import as_network
 from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import load_source
 from scalelong.data.encode import Origin, encode
 from scalelong.data.images import save_grid
 from scalelong.evaluation import evaluate_run, get_extractor, load_training_data, reference_statistics
-from scalelong.training import RunConfig, TrainedRun, get_preset, sample_images
+from scalelong.training import RunConfig, TrainedRun, get_preset
 from scalelong.training.autoencoder import AutoencoderSettings, train_autoencoder
-from scalelong.training.build import build_pixels
 
 NAME = "latent-emoji"
 DATA = "emoji32"
@@ -51,7 +49,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (series, run) in compared(base, options.methods, options, device).items():
         rows.append({"run": name, **quality(run, options, device), "final_loss": series.final_loss()})
-        draw(run, device, out / f"{label(series).replace(' ', '-')}-seed{series.seed}.png")
+        draw(run, out / f"{label(series).replace(' ', '-')}-seed{series.seed}.png")
     write_csv(rows, out / "quality.csv")
     claims = [claim(rows)]
     write_summary(out, claims, f"latents of {DATA}; {setting(base)}; dpm++2m, {base.sampling.steps} steps", table=rows)
@@ -115,17 +113,9 @@ def quality(run: TrainedRun, options: Latent, device: torch.device) -> dict[str,
     return {"metric": result.metric, "value": result.value, "images": result.n, "extractor": result.extractor}
 
 
-def draw(run: TrainedRun, device: torch.device, path: Path) -> None:
+def draw(run: TrainedRun, path: Path) -> None:
     """A grid of decoded samples; the same noise for every run."""
-    images = sample_images(
-        run.objective,
-        as_network(run.model),
-        run.shape,
-        run.config.sampling,
-        device=device,
-        to_pixels=build_pixels(run.config, device, run.data),
-    )
-    save_grid(images, path)
+    save_grid(run.sample(run.config.sampling), path)
 
 
 def claim(rows: Sequence[dict[str, Any]]) -> Claim:

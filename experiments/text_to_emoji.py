@@ -23,10 +23,9 @@ from output import Claim, beats, print_claims, print_table, save, write_csv, wri
 from text_image_probe import Probe, ranks, train_probe
 from torch import Tensor
 
-from scalelong.backbones import as_network
 from scalelong.data import MemorySource, load_source
 from scalelong.data.text import TextFeatures, encode_text
-from scalelong.training import RunConfig, TrainedRun, get_preset, sample_images
+from scalelong.training import RunConfig, TrainedRun, get_preset
 from scalelong.training.condition import Condition, make_condition
 
 NAME = "text-to-emoji"
@@ -143,15 +142,7 @@ def draw_held_out(run: TrainedRun, unseen: HeldOut, scale: float, count: int, de
         precision="bf16" if device.type == "cuda" else "fp32",
         guidance=scale,
     )
-    return sample_images(
-        run.objective,
-        as_network(run.model),
-        run.shape,
-        sampling,
-        condition=condition.for_samples,
-        null=condition.null_condition(sampling),
-        device=device,
-    )
+    return run.sample(sampling, condition)
 
 
 def row(name: str, scale: float | None, images: Tensor, unseen: HeldOut, judges: dict[str, Probe]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ for (name, parameter), (_, other) in zip(model.named_parameters(), alone.named_p
     gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
     torch.testing.assert_close(gradient, other.grad, rtol=1e-4, atol=1e-7, msg=name)
 print("equal")
+dist.barrier()  # no rank leaves while the other still talks to it
 del wrapped, model, output, parameter  # DDP goes before its group, or it may wait for gloo's threads for ever
 dist.destroy_process_group()
 """

@@ -15,7 +15,7 @@ from scalelong.backbones import as_network
 from scalelong.data import load_source, to_uint8
 from scalelong.diffusion import Network, Objective, get_process, sample
 from scalelong.runs.settings import ConditionSettings, SamplingSettings
-from scalelong.training import get_preset, load_run, sample_batches, sample_images, train
+from scalelong.training import get_preset, load_run, sample_batches, train
 from scalelong.training.condition import choose_classes
 
 OBJECTIVE = Objective(get_process("vp"))
@@ -44,7 +44,8 @@ def make(net: Network | None = None, **options: Any) -> Tensor:
     settings = SamplingSettings(
         **{"steps": 4, "clip": False} | {name: options.pop(name) for name in SETTINGS & options.keys()}
     )
-    return sample_images(OBJECTIVE, net or Shrink(), SHAPE, settings, **{"seed": 7, "progress": False} | options)
+    batches = sample_batches(OBJECTIVE, net or Shrink(), SHAPE, settings, **{"seed": 7, "progress": False} | options)
+    return torch.cat([torch.empty((0, *SHAPE), dtype=torch.uint8), *batches])
 
 
 def assert_same_images(one: Tensor, other: Tensor) -> None:
@@ -163,14 +164,7 @@ def test_a_conditional_network_samples_the_digit_that_was_asked_for(tmp_path) ->
 
     def share(scale: float) -> float:
         settings = SamplingSettings("dpm++2m", steps=12, count=100, guidance=scale)
-        images = sample_images(
-            run.objective,
-            as_network(run.model),
-            run.shape,
-            settings,
-            condition=condition.for_samples,
-            null=condition.null_condition(settings),
-        )
+        images = run.sample(settings, condition)
         found = torch.from_numpy(judge.predict(images.flatten(1).numpy()))
         return float((found == torch.arange(100) % 10).double().mean())
 

@@ -25,11 +25,11 @@ class SamplingFlags(SamplingSettings):
     count: Annotated[int, tyro.conf.arg(name="num-samples", aliases=["--num"])] = 64  # number of images
 
 
-def parse_over_run(command: type[Any], arguments: list[str], num_samples: int | None = None, **options: Any) -> Any:
-    """Parse flags whose defaults for sampling are the settings of the run that they name."""
-    first = tyro.cli(command, args=arguments, **options)  # prints the help and exits if asked to
+def parse_over_run(command: type[Any], arguments: list[str], **options: Any) -> Any:
+    """Parse flags whose defaults for sampling, except the number of images, are the settings of the run they name."""
+    first = tyro.cli(command, args=arguments, **options)
     own = read_config(first.run).sampling
-    values = dataclasses.asdict(own) | {"count": num_samples or own.count}
+    values = dataclasses.asdict(own) | {"count": first.sampling.count}
     if first.sampling.sampler not in ("", own.sampler):
         values["steps"] = 0  # the run's number of steps is for the run's sampler
     default = dataclasses.replace(first, sampling=SamplingFlags(**values))

@@ -45,12 +45,14 @@ class Evaluate:
     weights: Annotated[str, tyro.conf.arg(aliases=["--run-weights"])] = "ema"  # ema (averaged) or model (as trained)
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: SamplingFlags(count=10_000)
+    )
 
 
 def main(arguments: list[str]) -> None:
     """Load, sample, measure, record."""
-    command = parse_over_run(Evaluate, arguments, 10_000, prog="scalelong evaluate", description=__doc__)
+    command = parse_over_run(Evaluate, arguments, prog="scalelong evaluate", description=__doc__)
     if not command.seeds or len(set(command.seeds)) < len(command.seeds):
         raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
     if command.weights not in ("ema", "model") and Path(command.weights).is_file():

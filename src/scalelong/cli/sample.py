@@ -19,14 +19,12 @@ import numpy as np
 import torch
 import tyro
 
-from scalelong.backbones import as_network
 from scalelong.cli import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
 from scalelong.evaluation import load_condition, load_training_data
 from scalelong.runs import SAMPLES
-from scalelong.training import TrainedRun, load_run, sample_images
+from scalelong.training import TrainedRun, load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
-from scalelong.training.run import load_pixels
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,7 @@ def main(arguments: list[str]) -> None:
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     condition = _condition(run, command)
     indices = range(command.first, command.first + command.sampling.count)
-    images = sample_images(
-        run.objective,
-        as_network(run.model),
-        run.shape,
-        command.sampling,
-        indices=indices,
-        seed=command.seed,
-        condition=condition.for_samples,
-        null=condition.null_condition(command.sampling),
-        to_pixels=load_pixels(run, torch.device(command.device)),
-        device=command.device,
-    )
+    images = run.sample(command.sampling, condition, indices=indices, seed=command.seed)
     out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     save_grid(images[:256], out.with_name(f"{out.name}.png"))

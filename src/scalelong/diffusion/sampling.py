@@ -25,7 +25,6 @@ from scalelong.random import normal
 from scalelong.runs.settings import SamplingPrecision, SamplingSettings
 
 Start = tuple[int, Tensor, Sequence[int]]  # (seed, index (B,), shape of one image)
-Progress = Callable[[int, int], None]  # progress(steps done, steps in all)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Trajectory:
     eta: float
     denoise: Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (x, i) -> (x0_hat, noise_hat)
     noise: Callable[[int], Tensor]
-    done: Callable[[int], None]
 
     @property
     def steps(self) -> int:
@@ -53,7 +51,6 @@ def ddim(x: Tensor, path: Trajectory, eta: float) -> Tensor:
         x0, _ = path.denoise(x, i)
         noise = path.noise(i) if eta > 0 else None
         x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], eta=eta, variance_noise=noise).prev_sample
-        path.done(i)
     return x
 
 
@@ -67,7 +64,6 @@ def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
     for i, t in enumerate(scheduler.timesteps):
         x0, _ = path.denoise(x, i)
         x = scale[i + 1] * scheduler.step(x0, t, x / scale[i]).prev_sample
-        path.done(i)
     return x
 
 
@@ -81,7 +77,6 @@ def heun(x: Tensor, path: Trajectory) -> Tensor:
         if i + 1 < path.steps:
             _, noise_next = path.denoise(x, i + 1)
             x = path.alpha[i + 1] * (y + step * 0.5 * (noise + noise_next))
-        path.done(i)
     return x
 
 
@@ -94,7 +89,6 @@ def euler_maruyama(x: Tensor, path: Trajectory) -> Tensor:
         x = x + step[i] * beta[i] * (0.5 * x - noise / path.sigma[i])
         if i + 1 < path.steps:
             x = x + (step[i] * beta[i]).sqrt() * path.noise(i)
-        path.done(i)
     return x
 
 
@@ -186,7 +180,6 @@ def sample(
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample (1, ...), for guidance
     spacing: str = "",  # of the times; default: "snr" for DPM-Solver++ and Heun, else the process's own
     eta: float = 0.0,  # for "ddim" only: the share of DDPM's noise
-    progress: Progress | None = None,
     **condition: Any,
 ) -> Tensor:
     """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone.
@@ -217,7 +210,6 @@ def sample(
         eta=eta,
         denoise=_denoiser(objective, nets, times.to(x.device, torch.float32), settings.clip, condition),
         noise=noise,
-        done=lambda i: progress(i + 1, settings.steps) if progress else None,
     )
     with torch.no_grad():
         return sampler.run(x * process.prior_std, path)

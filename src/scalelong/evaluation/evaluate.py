@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.backbones import as_network
 from scalelong.data import DataError, Source, load_source
 from scalelong.data.latents import original_images
 from scalelong.diffusion import resolve_sampling
@@ -28,10 +27,9 @@ from scalelong.evaluation.statistics import (
     reference_statistics,
 )
 from scalelong.runs.settings import SamplingSettings
-from scalelong.training import TrainedRun, Trainer, sample_batches
+from scalelong.training import TrainedRun, Trainer
 from scalelong.training.build import build_source
 from scalelong.training.condition import Condition, make_condition
-from scalelong.training.run import load_pixels
 
 logger = logging.getLogger(__name__)
 
@@ -142,22 +140,9 @@ def evaluate_run(
     check_count(sampling)
     sampling = resolve_sampling(sampling, run.objective.process)
     condition = condition or load_condition(run, load_training_data(run))
-    device = next(run.model.parameters()).device
     started, n = time.perf_counter(), sampling.count
-    batches = sample_batches(
-        run.objective,
-        as_network(run.model),
-        run.shape,
-        sampling,
-        indices=range(n * rank // world_size, n * (rank + 1) // world_size),
-        seed=seed,
-        condition=condition.from_data,
-        null=condition.null_condition(sampling),
-        to_pixels=load_pixels(run, device),
-        device=device,
-        progress=rank == 0,
-    )
-    timed = _Timed(batches)
+    part = range(n * rank // world_size, n * (rank + 1) // world_size)
+    timed = _Timed(run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=rank == 0))
     subsets = {} if kid_reference is None else {"kid_subset_size": min(1000, n, len(kid_reference))}
     result = evaluate_images(timed, reference, extractor, kid_reference=kid_reference, total=n, **subsets)
     return Evaluation(result, seed, sampling, run.weights, timed.seconds, time.perf_counter() - started)
@@ -174,8 +159,7 @@ def load_training_data(run: TrainedRun) -> Source:
     source = build_source(run.config)
     if run.data and run.data != source.fingerprint:
         raise DataError(
-            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back",
-            "wrong hash",
+            f"data.name: {run.folder} was trained on other data than {source.name} holds now; put the old data back"
         )
     return source
 
@@ -206,11 +190,16 @@ class EvaluationObserver:
     def __call__(self, step: int, _model: nn.Module) -> dict[str, Any] | None:
         if step % self.every:
             return None
-        trainer, condition = self.trainer, self.trainer.condition
-        about = (trainer.source.shape, step, condition.conditioning)
-        run = TrainedRun(trainer.folder, trainer.config, trainer.ema.model, trainer.objective, *about)
-        ranks = {"rank": trainer.ranks.process_index, "world_size": trainer.ranks.num_processes}
-        evaluation = evaluate_run(run, self.extractor, self.reference, self.sampling, condition=condition, **ranks)
+        trainer = self.trainer
+        evaluation = evaluate_run(
+            trainer.trained(),
+            self.extractor,
+            self.reference,
+            self.sampling,
+            condition=trainer.condition,
+            rank=trainer.ranks.process_index,
+            world_size=trainer.ranks.num_processes,
+        )
         return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 
 

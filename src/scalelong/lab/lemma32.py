@@ -42,8 +42,7 @@ def squared_norms(
         else:
             x0 = to_float(images[index % len(images)]).flatten(1).double()
         t, noise = draw_time_and_noise(process, seed, index, (x0.shape[1],))
-        alpha, sigma = process.marginal(t.double())
-        x_t = alpha[:, None] * x0 + sigma[:, None] * noise.double()
+        x_t, _, _ = process.diffuse(x0, noise.double(), t.double())
         times.append(uniform(seed, "time", index))
         values.append(x_t.square().mean(1))
     return torch.cat(times), torch.cat(values)

@@ -107,8 +107,8 @@ def noisy_inputs(count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
     index = torch.arange(count)
     x0 = uniform(seed, "theory-x0", index, (width,)).float() * 2 - 1
     t, noise = draw_time_and_noise(VPSDE(), seed, index, (width,))
-    alpha, sigma = VPSDE().marginal(t)
-    return alpha[:, None] * x0 + sigma[:, None] * noise, noise
+    x_t, _, _ = VPSDE().diffuse(x0, noise, t)
+    return x_t, noise
 
 
 def blocks(model: MatrixUNet) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig, from_yaml, to_yaml
 from scalelong.training.loop import Trainer, train
 from scalelong.training.nonfinite import NonFiniteError
-from scalelong.training.run import TrainedRun, load_run, sample_batches, sample_images
+from scalelong.training.run import TrainedRun, load_run, sample_batches
 from scalelong.training.step import EMA
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "load_run",
     "read_events",
     "sample_batches",
-    "sample_images",
     "to_yaml",
     "train",
 ]

@@ -21,7 +21,6 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from scalelong.backbones import as_network
 from scalelong.backbones.unet import model_inputs
 from scalelong.data import make_loader
 from scalelong.data.images import save_grid
@@ -44,7 +43,7 @@ from scalelong.training.checkpoint import (
 )
 from scalelong.training.condition import make_condition
 from scalelong.training.nonfinite import Guard, describe
-from scalelong.training.run import sample_images
+from scalelong.training.run import TrainedRun
 from scalelong.training.step import EMA, Pending, Stepper, Window, index_batches, learning_rate
 
 logger = logging.getLogger(__name__)
@@ -222,20 +221,14 @@ class Trainer:
             self._events.write(self.step, kind, values)
 
     def _sample_grid(self) -> None:
-        sampling = self.config.sampling
-        images = sample_images(
-            self.objective,
-            as_network(self.ema.model),
-            self.source.shape,
-            sampling,
-            seed=self.config.training.seed,
-            condition=self.condition.for_samples,
-            null=self.condition.null_condition(sampling),
-            to_pixels=self.to_pixels,
-            device=self.device,
-            progress=False,
-        )
+        options = {"seed": self.config.training.seed, "to_pixels": self.to_pixels, "progress": False}
+        images = self.trained().sample(self.config.sampling, self.condition, **options)
         save_grid(images, self.folder / SAMPLES / f"{step_name(self.step)}.png")
+
+    def trained(self) -> TrainedRun:
+        """The averaged weights at this step."""
+        about = (self.source.shape, self.step, self.condition.conditioning, self.source.fingerprint)
+        return TrainedRun(self.folder, self.config, self.ema.model, self.objective, *about)
 
     def probe_inputs(self, size: int = 32) -> dict[str, Tensor]:
         """A fixed batch as keyword arguments of the model: the first images of the data with their conditions."""

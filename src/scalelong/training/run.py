@@ -24,13 +24,14 @@ from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
+from scalelong.training.condition import Condition
 from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model and what sampling from it needs."""
+    """A trained model and what sampling from it needs: `load_run(folder).sample(SamplingSettings(count=16))`."""
 
     folder: Path
     config: RunConfig
@@ -41,6 +42,33 @@ class TrainedRun:
     conditioning: Conditioning = field(default_factory=Conditioning)
     data: str = ""  # fingerprint of the training data
     weights: str = "ema"  # averaged, or "model": as trained
+
+    def sample(self, settings: SamplingSettings, condition: Condition | None = None, **options: Any) -> Tensor:
+        """uint8 images (N, C, H, W) on the CPU; the arguments are those of `sample_batches`."""
+        return torch.cat(list(self.sample_batches(settings, condition, **options)))
+
+    def sample_batches(
+        self,
+        settings: SamplingSettings,
+        condition: Condition | None = None,  # default: none
+        *,
+        from_data: bool = False,  # conditions as frequent as in the data, not the chosen ones in turn
+        to_pixels: ToPixels | None = None,  # default: loaded
+        **options: Any,  # of the function `sample_batches`
+    ) -> Iterator[Tensor]:
+        """Batches of uint8 images on the CPU, in the order of their indices."""
+        device = next(self.model.parameters()).device
+        condition = condition or Condition(device)
+        return sample_batches(
+            self.objective,
+            as_network(self.model),
+            self.shape,
+            settings,
+            condition=condition.from_data if from_data else condition.for_samples,
+            null=condition.null_condition(settings),
+            to_pixels=to_pixels or load_pixels(self, device),
+            **options,
+        )
 
 
 def load_run(
@@ -54,8 +82,9 @@ def load_run(
     >>> from scalelong.training import get_preset, train
     >>> preset = get_preset("digits-demo")
     >>> short = replace(preset.training, steps=1, sample_every=0)
-    >>> load_run(train(replace(preset, training=short), "short-run")).step
-    1
+    >>> run = load_run(train(replace(preset, training=short), "short-run"))
+    >>> run.sample(SamplingSettings("ddim", steps=2, count=3), seed=1).shape
+    torch.Size([3, 1, 8, 8])
     """
     folder = Path(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -105,20 +134,6 @@ def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
     return lambda latents: to_uint8(autoencoder.decode(latents))
 
 
-def sample_images(
-    objective: Objective, net: Network, shape: Shape, settings: SamplingSettings, **options: Any
-) -> Tensor:
-    """All images at once, uint8 (N, C, H, W) on the CPU; the options are those of `sample_batches`.
-
-    >>> from scalelong.diffusion import VPSDE
-    >>> settings = SamplingSettings("ddim", steps=5, count=3)
-    >>> sample_images(Objective(VPSDE(), "x0"), lambda x, time: 0 * x, (1, 8, 8), settings).shape
-    torch.Size([3, 1, 8, 8])
-    """
-    batches = list(sample_batches(objective, net, shape, settings, **options))
-    return torch.cat(batches) if batches else torch.empty((0, *shape), dtype=torch.uint8)
-
-
 def sample_batches(
     objective: Objective,
     net: Network,
@@ -133,7 +148,14 @@ def sample_batches(
     device: str | torch.device | None = None,  # default: that of the network's parameters
     progress: bool = True,
 ) -> Iterator[Tensor]:
-    """Batches of uint8 images on the CPU, in the order of their indices."""
+    """Batches of uint8 images on the CPU, in the order of their indices.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> settings = SamplingSettings("ddim", steps=5, count=3, batch_size=2)
+    >>> batches = sample_batches(Objective(VPSDE(), "x0"), lambda x, time: 0 * x, (1, 8, 8), settings)
+    >>> [len(images) for images in batches]
+    [2, 1]
+    """
     settings = resolve_sampling(settings, objective.process)
     chosen = torch.as_tensor(range(settings.count) if indices is None else indices, dtype=torch.int64)
     if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):

@@ -1,0 +1,231 @@
+"""Triton kernels for the two parts of a small U-ViT that the compiler leaves slow: attention over 65 tokens, and GELU.
+
+Libraries pad 65 tokens to 128. Here 64 are one tile and the last one is a vector; a whole head fits one program, so the
+backward pass needs neither atomics nor saved statistics. GELU is the exact one with erf from Abramowitz and Stegun 7.1.26
+(error below 2e-7); as an opaque operation its output is saved, not recomputed.
+
+Shapes: B images, T = 65 tokens, H heads of D = 64 channels; qkv is (B, T, 3 H D) as the linear layer writes it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from scalelong.backbones.uvit import Attention, Mlp, PatchEmbed
+
+TILE = 64
+TOKENS = TILE + 1
+
+
+def speed_up(model: nn.Module) -> None:
+    """Use the kernels in every block of a U-ViT with 65 tokens and heads of 64 channels; any other is left alone."""
+    for module in model.modules():
+        if type(module) is Attention and module.qkv.in_features == module.heads * TILE:
+            module.__class__ = FastAttention
+        elif type(module) is Mlp:
+            module.__class__ = FastMlp
+        elif type(module) is PatchEmbed:
+            module.__class__ = FastPatchEmbed
+
+
+class FastAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != TOKENS:
+            return super().forward(x)
+        return self.proj(attention(self.qkv(x), self.heads))
+
+
+class FastMlp(Mlp):
+    def hidden(self, x: Tensor) -> Tensor:
+        return gelu(self.fc1(x))
+
+
+class FastPatchEmbed(PatchEmbed):
+    """The convolution as a matrix product over the pixels of each patch."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        size = self.proj.kernel_size[0]
+        patches = image.unflatten(3, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+@triton.jit
+def _load(base, stride, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    """Rows 0..N-1 as a tile, and row N as a float32 vector."""
+    row, column = tl.arange(0, N), tl.arange(0, D)
+    return tl.load(base + row[:, None] * stride + column[None, :]), tl.load(base + N * stride + column).to(tl.float32)
+
+
+@triton.jit
+def _store(base, stride, tile, last, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    row, column = tl.arange(0, N), tl.arange(0, D)
+    tl.store(base + row[:, None] * stride + column[None, :], tile.to(base.dtype.element_ty))
+    tl.store(base + N * stride + column, last.to(base.dtype.element_ty))
+
+
+@triton.jit
+def _weights(q, q_last, k, k_last, scale):
+    """Softmax of the scores: tile on tile (N, N), tile on last key (N,), last query on tile (N,) and on the last key."""
+    scores = tl.dot(q, tl.trans(k)) * scale
+    on_last = tl.sum(q.to(tl.float32) * k_last[None, :], 1) * scale
+    top = tl.maximum(tl.max(scores, 1), on_last)
+    scores, on_last = tl.exp(scores - top[:, None]), tl.exp(on_last - top)
+    total = tl.sum(scores, 1) + on_last
+    of_last = tl.sum(k.to(tl.float32) * q_last[None, :], 1) * scale
+    itself = tl.sum(q_last * k_last, 0) * scale
+    top_last = tl.maximum(tl.max(of_last, 0), itself)
+    of_last, itself = tl.exp(of_last - top_last), tl.exp(itself - top_last)
+    total_last = tl.sum(of_last, 0) + itself
+    return scores / total[:, None], on_last / total, of_last / total_last, itself / total_last
+
+
+@triton.jit
+def _forward(qkv, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    program = tl.program_id(0).to(tl.int64)
+    image, head = program // HEADS, program % HEADS
+    width: tl.constexpr = HEADS * D
+    base = qkv + image * (N + 1) * 3 * width + head * D
+    q, q_last = _load(base, 3 * width, D, N)
+    k, k_last = _load(base + width, 3 * width, D, N)
+    v, v_last = _load(base + 2 * width, 3 * width, D, N)
+    p, on_last, of_last, itself = _weights(q, q_last, k, k_last, scale)
+    mixed = tl.dot(p.to(v.dtype), v) + on_last[:, None] * v_last[None, :]
+    mixed_last = tl.sum(of_last[:, None] * v.to(tl.float32), 0) + itself * v_last
+    _store(out + image * (N + 1) * width + head * D, width, mixed, mixed_last, D, N)
+
+
+@triton.jit
+def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    program = tl.program_id(0).to(tl.int64)
+    image, head = program // HEADS, program % HEADS
+    width: tl.constexpr = HEADS * D
+    offset = image * (N + 1) * 3 * width + head * D
+    base, target = qkv + offset, out + offset
+    q, q_last = _load(base, 3 * width, D, N)
+    k, k_last = _load(base + width, 3 * width, D, N)
+    v, v_last = _load(base + 2 * width, 3 * width, D, N)
+    g, g_last = _load(grad + image * (N + 1) * width + head * D, width, D, N)
+    p, on_last, of_last, itself = _weights(q, q_last, k, k_last, scale)
+
+    g32 = g.to(tl.float32)
+    dv = tl.dot(tl.trans(p.to(g.dtype)), g) + of_last[:, None] * g_last[None, :]
+    dv_last = tl.sum(on_last[:, None] * g32, 0) + itself * g_last
+    _store(target + 2 * width, 3 * width, dv, dv_last, D, N)
+
+    dp, dp_on = tl.dot(g, tl.trans(v)), tl.sum(g32 * v_last[None, :], 1)
+    dp_of, dp_itself = tl.sum(v.to(tl.float32) * g_last[None, :], 1), tl.sum(g_last * v_last, 0)
+    mean, mean_last = tl.sum(p * dp, 1) + on_last * dp_on, tl.sum(of_last * dp_of, 0) + itself * dp_itself
+    ds, ds_on = (p * (dp - mean[:, None]) * scale).to(q.dtype), on_last * (dp_on - mean) * scale
+    ds_of, ds_itself = of_last * (dp_of - mean_last) * scale, itself * (dp_itself - mean_last) * scale
+
+    dq = tl.dot(ds, k) + ds_on[:, None] * k_last[None, :]
+    dq_last = tl.sum(ds_of[:, None] * k.to(tl.float32), 0) + ds_itself * k_last
+    _store(target, 3 * width, dq, dq_last, D, N)
+    dk = tl.dot(tl.trans(ds), q) + ds_of[:, None] * q_last[None, :]
+    dk_last = tl.sum(ds_on[:, None] * q.to(tl.float32), 0) + ds_itself * q_last
+    _store(target + width, 3 * width, dk, dk_last, D, N)
+
+
+@torch.library.custom_op("study::attention", mutates_args=())
+def attention(qkv: Tensor, heads: int) -> Tensor:
+    """(B, 65, 3 H 64) -> (B, 65, H 64): softmax(q k / 8) v of each head."""
+    qkv = qkv.contiguous()
+    out = qkv.new_empty(*qkv.shape[:2], heads * TILE)
+    _forward[(len(qkv) * heads,)](qkv, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    return out
+
+
+@torch.library.custom_op("study::attention_backward", mutates_args=())
+def attention_backward(qkv: Tensor, grad: Tensor, heads: int) -> Tensor:
+    qkv, grad = qkv.contiguous(), grad.contiguous()
+    out = torch.empty_like(qkv)
+    _backward[(len(qkv) * heads,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    return out
+
+
+@attention.register_fake
+def _(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:2], heads * TILE)
+
+
+@attention_backward.register_fake
+def _(qkv: Tensor, _grad: Tensor, _heads: int) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _save(ctx, inputs, output) -> None:  # noqa: ARG001
+    ctx.save_for_backward(inputs[0])
+    ctx.heads = inputs[1] if len(inputs) > 1 else 0
+
+
+attention.register_autograd(
+    lambda ctx, grad: (attention_backward(*ctx.saved_tensors, grad, ctx.heads), None), setup_context=_save
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------- GELU
+
+
+@triton.jit
+def _normal(x):
+    """The standard normal density and distribution function at x."""
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = tl.exp(-z * z)
+    above = 1.0 - 0.5 * polynomial * tail
+    return tail * 0.3989422804014327, tl.where(x < 0, 1.0 - above, above)
+
+
+@triton.jit
+def _gelu(x, y, n, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
+    _, below = _normal(value)
+    tl.store(y + index, (value * below).to(y.dtype.element_ty), mask=index < n)
+
+
+@triton.jit
+def _gelu_backward(x, grad, dx, n, BLOCK: tl.constexpr):  # noqa: N803
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
+    up = tl.load(grad + index, mask=index < n, other=0.0).to(tl.float32)
+    density, below = _normal(value)
+    tl.store(dx + index, (up * (below + value * density)).to(dx.dtype.element_ty), mask=index < n)
+
+
+@torch.library.custom_op("study::gelu", mutates_args=())
+def gelu(x: Tensor) -> Tensor:
+    """Exact GELU of a contiguous tensor."""
+    x = x.contiguous()
+    y, n = torch.empty_like(x), x.numel()
+    _gelu[(triton.cdiv(n, 2048),)](x, y, n, 2048, num_warps=8)
+    return y
+
+
+@torch.library.custom_op("study::gelu_backward", mutates_args=())
+def gelu_backward(x: Tensor, grad: Tensor) -> Tensor:
+    x, grad = x.contiguous(), grad.contiguous()
+    dx, n = torch.empty_like(x), x.numel()
+    _gelu_backward[(triton.cdiv(n, 2048),)](x, grad, dx, n, 2048, num_warps=8)
+    return dx
+
+
+@gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@gelu_backward.register_fake
+def _(x: Tensor, _grad: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+gelu.register_autograd(lambda ctx, grad: gelu_backward(*ctx.saved_tensors, grad), setup_context=_save)

@@ -1,0 +1,169 @@
+"""Draw the study's curves: loss relative to the unscaled run of the same seed, with crossovers, and FID.
+
+    python experiments/study/plot.py    # experiments/results/study/curves.csv -> curves.png beside it, and a table
+
+Only pieces measured by the same protocol are compared: those of the last piece, or of `--experiment NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from piece import RESULTS, read_meta, read_rows
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BASELINE = "none"
+COLOURS = {"none": "#e15759", "ls": "#59a14f", "cs": "#4e79a7", "universal": "#9c755f"}
+MARKS = ("o", "s", "^")
+FIRST = 4000  # earlier steps are not drawn
+Curve = dict[int, float]  # value by step
+Key = tuple[str, int]  # method, seed
+
+
+def curves(rows: Sequence[Mapping[str, str]], column: str) -> dict[Key, Curve]:
+    """The curve of every run, without empty cells."""
+    found: dict[Key, Curve] = defaultdict(dict)
+    for row in rows:
+        if row[column]:
+            found[row["method"], int(row["seed"])][int(row["step"])] = float(row[column])
+    return dict(found)
+
+
+def relative(curve: Curve, baseline: Curve) -> Curve:
+    """(method - baseline) / baseline in percent, at the steps both have: below 0 is better than the baseline."""
+    return {step: 100 * (value / baseline[step] - 1) for step, value in curve.items() if step in baseline}
+
+
+def intervals_ahead(difference: Curve) -> list[tuple[int, int]]:
+    """The ranges of steps over which the method is ahead at every evaluation."""
+    found: list[tuple[int, int]] = []
+    extends = False
+    for step in sorted(difference):
+        if difference[step] < 0:
+            found = [*found[:-1], (found[-1][0], step)] if extends else [*found, (step, step)]
+        extends = difference[step] < 0
+    return found
+
+
+def speed_up(curve: Curve, baseline: Curve) -> float | None:
+    """Steps that the baseline took to its last loss, divided by those the method took to the same loss."""
+    last = max(baseline)
+    reached = [step for step in sorted(curve) if curve[step] <= baseline[last]]
+    if not reached:
+        return None
+    after = reached[0]
+    before = max((step for step in curve if step < after), default=after)
+    share = 1.0 if before == after else (curve[before] - baseline[last]) / (curve[before] - curve[after])
+    return last / (before + share * (after - before))
+
+
+def smoothed(curve: Curve, width: int = 5) -> Curve:
+    """The mean over the last `width` evaluations."""
+    steps = sorted(curve)
+    return {
+        step: sum(curve[s] for s in steps[i + 1 - width : i + 1]) / width
+        for i, step in enumerate(steps)
+        if i + 1 >= width
+    }
+
+
+def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Training loss and test loss relative to the unscaled run, and FID."""
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.2))
+    for axes, column, title in (
+        (panels[0], "train_loss", "training loss, mean of 5,000 steps"),
+        (panels[1], "test_loss", "test loss of the EMA weights"),
+    ):
+        losses = curves(rows, column)
+        axes.axhline(0, color=COLOURS[BASELINE], linewidth=1, label=BASELINE)
+        for (method, seed), curve in losses.items():
+            if method != BASELINE and (BASELINE, seed) in losses:
+                both = [smoothed(c) if column == "train_loss" else c for c in (curve, losses[BASELINE, seed])]
+                _draw_relative(axes, relative(*both), method, seed)
+        axes.set_yscale("symlog", linthresh=0.5)
+        axes.set_title(f"{title}, % against none", fontsize=10, loc="left")
+    for (method, seed), curve in curves(rows, "fid").items():
+        steps = sorted(step for step in curve if step >= FIRST)
+        style = {"color": _colour(method), "linestyle": _dash(method), "marker": MARKS[seed % len(MARKS)]}
+        panels[2].plot(steps, [curve[step] for step in steps], label=f"{method}, seed {seed}", linewidth=1.2, **style)
+    panels[2].set_title("FID-10k", fontsize=10, loc="left")
+    for axes in panels:
+        axes.set_xlabel("step", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int) -> None:
+    """One curve, with the steps marked at which the method draws ahead."""
+    shown = {step: difference[step] for step in sorted(difference) if step >= FIRST}
+    style = {"color": _colour(method), "linestyle": _dash(method), "linewidth": 1.4}
+    axes.plot(list(shown), list(shown.values()), label=f"{method}, seed {seed}", **style)
+    for at, _ in intervals_ahead(shown):
+        axes.plot(at, shown[at], "o", color=_colour(method), markersize=5)
+        axes.annotate(f"{at // 1000}k", (at, shown[at]), xytext=(3, 6), textcoords="offset points", fontsize=8)
+
+
+def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
+    """Markdown: loss (FID) at the given steps and at the last, where the method is ahead, and its speed-up."""
+    losses, fids = curves(rows, "test_loss"), curves(rows, "fid")
+    lines = [
+        "| method | seed | " + " | ".join(f"{step // 1000}k" for step in steps) + " | last | ahead at | speed-up |"
+    ]
+    lines.append("|---" * (len(steps) + 5) + "|")
+    for (method, seed), curve in losses.items():
+        scores, last = fids.get((method, seed), {}), max(curve)
+        cells = [_cell(curve, scores, step) for step in steps]
+        cells.append(f"{_cell(curve, scores, last)} at {last}")
+        baseline, ahead, faster = losses.get((BASELINE, seed), {}), "", None
+        if method != BASELINE and baseline:
+            ranges = intervals_ahead(relative(curve, baseline))
+            ahead = ", ".join(f"{first}-{end}" for first, end in ranges) or "never"
+            faster = speed_up(curve, baseline)
+        cells += [ahead, f"{faster:.2f}x" if faster else ""]
+        lines.append(f"| {method} | {seed} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(losses: Curve, fids: Curve, step: int) -> str:
+    if step not in losses:
+        return ""
+    return f"{losses[step]:.5f}" + (f" ({fids[step]:.1f})" if step in fids else "")
+
+
+def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
+    """The rows of all pieces with the protocol of one of them."""
+    pieces = read_meta(results)["pieces"]
+    protocol = pieces[experiment or list(pieces)[-1]]["protocol"]
+    return [row for row in read_rows(results / "curves.csv") if pieces[row["experiment"]]["protocol"] == protocol]
+
+
+def _colour(method: str) -> str:
+    return COLOURS.get(method.partition(" ")[0], "#b07aa1")
+
+
+def _dash(method: str) -> str:
+    return "--" if "start" in method else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--experiment", default="", help="a piece whose protocol to draw; default: the last")
+    options = parser.parse_args()
+    rows = comparable(options.results, options.experiment)
+    draw(rows, options.results / "curves.png")
+    print(table(rows, (5_000, 10_000, 25_000, 50_000, 66_000, 73_000, 100_000)))
+
+
+if __name__ == "__main__":
+    main()
