@@ -72,7 +72,9 @@ def test_the_interval_means_what_it_says() -> None:
     assert low < found.middle < high
     assert sum_of_squares(low, 6) == pytest.approx(found.sum_interval[0], abs=1e-6)
     assert sum_of_squares(high, 6) == pytest.approx(found.sum_interval[1], abs=1e-6)
-    assert sum_of_squares(found.middle, 6) ** 2 == pytest.approx(found.sum_interval[0] * found.sum_interval[1], rel=1e-6)
+    assert sum_of_squares(found.middle, 6) ** 2 == pytest.approx(
+        found.sum_interval[0] * found.sum_interval[1], rel=1e-6
+    )
     assert found.warnings == ()
     assert "N = 6" in found.reasoning
     assert f"(geometric middle {found.middle:.3f})" in found.reasoning
