@@ -94,7 +94,11 @@ class Race:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs and their measures up to the last step that all of them have."""
+    """Groups of runs and their measures up to the last step that all of them have.
+
+    >>> Comparison((), horizon=100, window=5, same_data=True, same_loss=True, same_probes=True, metrics=()).races()
+    []
+    """
 
     groups: tuple[Group, ...]
     horizon: int

@@ -177,7 +177,14 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run folder; a run without training records is an error."""
+    """Read a run folder; a run without training records is an error.
+
+    >>> from scalelong.runs.settings import to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
+    >>> read_run(".").last_step
+    10
+    """
     folder = Path(folder)
     config = read_config(folder)
     if not (folder / METRICS).is_file():
@@ -199,7 +206,15 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """The runs in these folders or right inside them, and why others were left out; no run at all is an error."""
+    """The runs in these folders or right inside them, and why others were left out; no run at all is an error.
+
+    >>> from scalelong.runs.settings import to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
+    >>> runs, refused = read_runs([".", "nowhere"])
+    >>> len(runs), len(refused)
+    (1, 1)
+    """
     found: list[Path] = []
     for folder in map(Path, folders):
         inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))

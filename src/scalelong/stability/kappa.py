@@ -56,7 +56,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """An interval for sum_j kappa_j^2 from the data, the corresponding interval for the kappa of CS, and one value."""
+    """An interval for sum_j kappa_j^2 from the data, the corresponding interval for the kappa of CS, and one value.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> print(recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=200).reasoning)
+    ||eps||^2 / ||x_t||^2 has mean ...
+    """
 
     kappa: float  # the recommended value
     middle: float  # the kappa whose sum is the geometric middle of the interval
