@@ -10,9 +10,9 @@ import torch
 from diffusers import UNet2DModel
 
 from scalelong.backbones import UViT, UViTConfig
+from scalelong.cli.kappa import summary
 from scalelong.cli.main import main
-from scalelong.cli.models import _count_skips as count_skips
-from scalelong.cli.models import summary
+from scalelong.cli.open_model import count_skips
 from scalelong.data import load_source
 from scalelong.diffusion import VPSDE
 from scalelong.runs.presets import get_preset

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong.data import downloaded
+from scalelong.data import cifar10
 from scalelong.data.download import DOWNLOADS, Expected
 
 RECORDS = 12  # per file of the small CIFAR-10
@@ -44,12 +44,12 @@ def small_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "own" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     table = {}
-    for number, name in enumerate(downloaded.CIFAR10_FILES):
+    for number, name in enumerate(cifar10.FILES):
         records = noise(number, RECORDS, 1 + 3072)
         records[:, 0] %= 10
         content = records.tobytes()
         (folder / name).write_bytes(content)
         table[name] = Expected(len(content), hashlib.md5(content).hexdigest())
-    monkeypatch.setattr(downloaded, "CIFAR10_FILES", table)
+    monkeypatch.setattr(cifar10, "FILES", table)
     monkeypatch.setitem(DOWNLOADS, "cifar10", replace(DOWNLOADS["cifar10"], files=table))
     return folder

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong.data import DataError, downloaded
+from scalelong.data import DataError, cifar10
 
 from .conftest import RECORDS
 
@@ -21,8 +21,8 @@ def make(folder: Path) -> Path:
 
 
 def assert_same_files(one: Path, other: Path) -> None:
-    assert sorted(path.name for path in other.iterdir()) == sorted(downloaded.CIFAR10_FILES)
-    for name in downloaded.CIFAR10_FILES:
+    assert sorted(path.name for path in other.iterdir()) == sorted(cifar10.FILES)
+    for name in cifar10.FILES:
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
@@ -36,7 +36,7 @@ def npm_archive(path: Path, bins: Path) -> None:
     """The npm package's layout: a row per image, a column per pixel; labels as JSON."""
     labels = []
     with tarfile.open(path, "w:gz") as archive:
-        for name in downloaded.CIFAR10_FILES:
+        for name in cifar10.FILES:
             records = np.frombuffer((bins / name).read_bytes(), np.uint8).reshape(RECORDS, 3073)
             labels.append(records[:, 0].tolist())
             png = io.BytesIO()
@@ -53,19 +53,19 @@ def npm_archive(path: Path, bins: Path) -> None:
 
 
 def test_read_gives_planes_and_labels(small_cifar: Path) -> None:
-    images, labels = downloaded.read_cifar10(small_cifar, "train")
+    images, labels = cifar10.read(small_cifar, "train")
     assert images.shape == (5 * RECORDS, 3, 32, 32)
     content = (small_cifar / "data_batch_2.bin").read_bytes()
     assert labels[RECORDS + 3] == content[3 * 3073]
     assert images[RECORDS + 3, 1, 0, 2] == content[3 * 3073 + 1 + 1024 + 2]
-    assert len(downloaded.read_cifar10(small_cifar, "test")[0]) == RECORDS
+    assert len(cifar10.read(small_cifar, "test")[0]) == RECORDS
 
 
 def test_half_a_record_is_refused(small_cifar: Path) -> None:
     path = small_cifar / "test_batch.bin"
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match=r"test_batch\.bin: not whole records"):
-        downloaded.read_cifar10(small_cifar, "test")
+        cifar10.read(small_cifar, "test")
 
 
 def test_folder_archive_and_npm_package_give_the_same_files(small_cifar: Path, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_folder_archive_and_npm_package_give_the_same_files(small_cifar: Path, t
     for number, source in enumerate([small_cifar, small_cifar.parent, canonical, package]):
         (tmp_path / str(number)).mkdir()
         files = make(tmp_path / str(number))
-        downloaded.unpack_cifar10(source, files)
+        cifar10.unpack(source, files)
         assert_same_files(small_cifar, files)
 
 
@@ -90,7 +90,7 @@ def test_archive_cannot_write_elsewhere(small_cifar: Path, tmp_path: Path) -> No
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         archive.addfile(link)
     files = make(tmp_path)
-    downloaded.unpack_cifar10(evil, files)
+    cifar10.unpack(evil, files)
     assert [path.name for path in files.iterdir()] == ["test_batch.bin"]
     assert not (tmp_path.parent / "outside").exists()
 
@@ -100,7 +100,7 @@ def test_pickled_version_is_refused(tmp_path: Path) -> None:
     with tarfile.open(source, "w:gz") as archive:
         add(archive, "cifar-10-batches-py/data_batch_1", b"not opened")
     with pytest.raises(DataError, match="pickled Python version; take cifar-10-binary"):
-        downloaded.unpack_cifar10(source, make(tmp_path))
+        cifar10.unpack(source, make(tmp_path))
 
 
 def test_torn_archive_is_named(small_cifar: Path, tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_torn_archive_is_named(small_cifar: Path, tmp_path: Path) -> None:
         archive.add(small_cifar, "cifar-10-batches-bin")
     source.write_bytes(source.read_bytes()[: source.stat().st_size // 2])
     with pytest.raises(DataError, match=r"torn\.tar\.gz: not a whole tar archive"):
-        downloaded.unpack_cifar10(source, make(tmp_path))
+        cifar10.unpack(source, make(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scalelong.data import DataError, check, download, downloaded, load_source
+from scalelong.data import DataError, check, cifar10, download, fashion_mnist, load_source
 from scalelong.data.download import (
     DOWNLOADS,
     Expected,
@@ -25,7 +25,7 @@ from scalelong.data.download import (
 
 from .conftest import RECORDS, noise
 
-CANONICAL = dict(downloaded.CIFAR10_FILES)
+CANONICAL = dict(cifar10.FILES)
 
 
 def test_cache_dir_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_own_archive_is_verified_and_loaded(small_cifar: Path, tmp_path: Path, o
     root = tmp_path / "cache"
     archive = archive_of(small_cifar, tmp_path / "cifar-10-binary.tar.gz")
     home = fetch("cifar10", root=root, source=archive)
-    assert tree(root) == ["cifar10", *(f"cifar10/{name}" for name in sorted(downloaded.CIFAR10_FILES))]
+    assert tree(root) == ["cifar10", *(f"cifar10/{name}" for name in sorted(cifar10.FILES))]
     assert check("cifar10", root=root) == []
     assert fetch("cifar10", root=root) == home  # in the cache; offline, it could not be fetched
     source = load_source("cifar10", root=root)
@@ -237,7 +237,7 @@ def test_fashion_mnist_from_the_users_folder(tmp_path: Path, monkeypatch: pytest
     own = tmp_path / "own"
     own.mkdir()
     table = {}
-    for name in downloaded.FASHION_FILES:
+    for name in fashion_mnist.FILES:
         content = noise(len(name), 64).tobytes()
         (own / name).write_bytes(content)
         table[name] = Expected(64, hashlib.sha256(content).hexdigest())

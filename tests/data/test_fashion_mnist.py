@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalelong.data import DataError, downloaded
+from scalelong.data import DataError, fashion_mnist
 
 from .conftest import noise
 
@@ -29,22 +29,22 @@ def idx_folder(tmp_path: Path) -> Path:
 def test_plain_and_packed_files_are_read(idx_folder: Path, tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
-    downloaded.unpack_fashion_mnist(idx_folder, files)
-    assert sorted(path.name for path in files.iterdir()) == sorted(downloaded.FASHION_FILES)
-    images, labels = downloaded.read_fashion_mnist(files, "test")
+    fashion_mnist.unpack(idx_folder, files)
+    assert sorted(path.name for path in files.iterdir()) == sorted(fashion_mnist.FILES)
+    images, labels = fashion_mnist.read(files, "test")
     assert np.array_equal(images[:, 0].numpy(), noise(3, 3, 28, 28))
     assert labels.tolist() == [0, 1, 2]
-    assert downloaded.read_fashion_mnist(files, "train")[0].shape == (7, 1, 28, 28)
+    assert fashion_mnist.read(files, "train")[0].shape == (7, 1, 28, 28)
 
 
 def test_broken_files_are_named(idx_folder: Path, tmp_path: Path) -> None:
     packed = idx_folder / "t10k-images-idx3-ubyte.gz"
     packed.write_bytes(packed.read_bytes()[:100])
     with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz: not a whole gzip"):
-        downloaded.unpack_fashion_mnist(idx_folder, tmp_path)
+        fashion_mnist.unpack(idx_folder, tmp_path)
     for content in (b"", b"\0\0\x08", idx(noise(0, 3, 28, 28))[:-1]):
         (tmp_path / "t10k-images-idx3-ubyte").write_bytes(content)
         with pytest.raises(DataError, match="not a whole idx file"):
-            downloaded.read_fashion_mnist(tmp_path, "test")
+            fashion_mnist.read(tmp_path, "test")
     with pytest.raises(DataError, match="expected the folder"):
-        downloaded.unpack_fashion_mnist(idx_folder / "nothing", tmp_path)
+        fashion_mnist.unpack(idx_folder / "nothing", tmp_path)

@@ -1,19 +1,16 @@
-"""`scalelong compare`, `report`, `diagnose` and `demo`: what the records of runs say. Torch is imported to train only."""
+"""`scalelong compare`. Torch is imported only to train."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from scalelong.cli import RunFolder, RunFolders
-from scalelong.report import compare_runs, read_run, read_runs, tables, write_report
+from scalelong.cli.arguments import RunFolders
+from scalelong.report import compare_runs, read_runs, tables, write_report
 from scalelong.runs.presets import get_preset
 
 
@@ -38,7 +35,7 @@ class Compare:
     report: str = ""  # write the HTML report here too
 
 
-def compare(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Train what is missing, then compare."""
     command = tyro.cli(Compare, args=arguments, prog="scalelong compare")
     targets = {"loss": command.loss, "metric-value": command.metric_value}
@@ -68,82 +65,3 @@ def compare(arguments: list[str]) -> None:
         print(f"\ntable    {command.csv}\npairs    {tables.write_csv(comparison, races, Path(command.csv))}")
     if command.report:
         print(f"report   {write_report(runs, command.report, refused, *targets.values())}")
-
-
-@dataclass(frozen=True)
-class Report:
-    """Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
-
-    Example: scalelong report runs/demo/none runs/demo/cs --out report.html
-    """
-
-    runs: RunFolders = ()  # run folders, or folders of run folders
-    out: str = ""  # default: report.html in the given folder, or in the current one if several are given
-
-
-def report(arguments: list[str]) -> None:
-    """Read runs and write the page."""
-    command = tyro.cli(Report, args=arguments, prog="scalelong report")
-    runs, refused = read_runs(command.runs)
-    for why in refused:
-        print(f"left out: {why}", file=sys.stderr)
-    default = Path(command.runs[0]) / "report.html" if len(command.runs) == 1 else Path("report.html")
-    path = write_report(runs, command.out or default, refused)
-    print(f"{len(runs)} run(s): {path} ({path.stat().st_size / 1e6:.1f} MB)")
-
-
-@dataclass(frozen=True)
-class Diagnose:
-    """What a run's records say about its stability: which blocks oscillate, whether gradients spike, what to try.
-
-    Example: scalelong diagnose runs/digits-ls
-    """
-
-    run: RunFolder  # a run folder, best of a run trained with --probe-every
-    json: bool = False  # print the sentences with their numbers as JSON
-
-
-def diagnose(arguments: list[str]) -> None:
-    """Print the diagnosis."""
-    from scalelong.stability import diagnosis
-
-    command = tyro.cli(Diagnose, args=arguments, prog="scalelong diagnose")
-    found = diagnosis.diagnose(command.run)
-    if command.json:
-        print(json.dumps([asdict(sentence) for sentence in found], indent=1))
-        return
-    for sentence in found:
-        print(f"{'!' if sentence.alarming else ' '} {sentence.about:10} {sentence.text}")
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Train none, rsqrt2, cs and ls from one seed on embedded digits, and compare them: three minutes on two cores.
-
-    Example: scalelong demo --out runs/demo --steps 600
-    """
-
-    out: str = "runs/demo"  # folder of the four runs and the pictures; the same command again resumes
-    steps: int = 600
-    seed: int = 0
-
-
-def demo(arguments: list[str]) -> None:
-    """Train, tabulate, plot."""
-    command = tyro.cli(Demo, args=arguments, prog="scalelong demo")
-    from scalelong.report.plots import plot_comparison, stack_grids
-    from scalelong.stability.sweep import sweep, train_in_parallel
-
-    methods, out, started = ("none", "rsqrt2", "cs", "ls"), Path(command.out), time.perf_counter()
-    preset, every = get_preset("digits-demo"), max(1, command.steps // 7)
-    training = replace(preset.training, checkpoint_every=command.steps, sample_every=every)
-    configs = sweep(replace(preset, training=training), methods, [command.seed], command.steps)
-    train_in_parallel(dict(zip(methods, configs.values(), strict=True)), out)
-    runs = [read_run(out / method) for method in methods]
-    plot_comparison(runs, out / "comparison.png")
-    stack_grids(runs, out / "samples.png")
-    print(f"\nFour U-ViTs of 12 blocks, {command.steps} steps on 1,797 real digits, same seed and data:\n")
-    print(tables.aligned(tables.measures_table(compare_runs(runs))))
-    print("oscillation: mean |change of the middle block's norm on a fixed batch| / mean norm, lower is steadier")
-    print(f"\nreport   {write_report(runs, out / 'report.html')}\ncurves   {out / 'comparison.png'}")
-    print(f"samples  {out / 'samples.png'}\nruns     {out}/<method>\nin all   {time.perf_counter() - started:.0f} s")

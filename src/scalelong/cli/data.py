@@ -15,7 +15,7 @@ import torch
 from tyro.extras import subcommand_cli_from_dict
 
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.cli import DataName
+from scalelong.cli.arguments import DataName
 from scalelong.data import Source, check, load_source
 from scalelong.data.base import SOURCES
 from scalelong.data.download import fetch

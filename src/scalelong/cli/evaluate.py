@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from scalelong.cli import RunFolder, SamplingFlags, parse_over_run
+from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.evaluation import (
     Evaluation,
     evaluate_run,

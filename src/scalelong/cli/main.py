@@ -28,11 +28,6 @@ VERBS = {
     "doctor": "report what this machine and this installation can do",
 }
 
-FILES = {  # verbs that share a file, in functions named after them; the others have their own, with a function main
-    **dict.fromkeys(("compare", "report", "diagnose", "demo"), "compare"),
-    **dict.fromkeys(("inspect", "kappa"), "models"),
-    **dict.fromkeys(("export", "theory", "doctor"), "tools"),
-}
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # printed as one line
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
@@ -56,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        module = importlib.import_module(f"scalelong.cli.{FILES.get(verb, verb)}")
-        getattr(module, verb if verb in FILES else "main")(rest)
+        importlib.import_module(f"scalelong.cli.{verb}").main(rest)
         sys.stdout.flush()
     except BrokenPipeError:  # as in `scalelong ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

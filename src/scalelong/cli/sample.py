@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import tyro
 
-from scalelong.cli import RunFolder, SamplingFlags, parse_over_run
+from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
 from scalelong.evaluation import load_condition, load_training_data
 from scalelong.runs import SAMPLES

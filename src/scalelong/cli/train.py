@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from scalelong.cli import PresetName
+from scalelong.cli.arguments import PresetName
 from scalelong.cli.estimate import print_estimate
 from scalelong.evaluation import EvaluationObserver, get_extractor
 from scalelong.evaluation.evaluate import check_count

@@ -1,9 +1,20 @@
 """Sources of images and the loader.
 
-A new source is one file like `embedded.py` that calls `register`, and its name in the first import below.
+A new source is one file like `cifar10.py` that calls `register`, and its name in the first import below.
 """
 
-from scalelong.data import downloaded, embedded, folder, huggingface, imagenet64, latents, webdataset  # noqa: F401
+from scalelong.data import (  # noqa: F401
+    celeba,
+    cifar10,
+    coco,
+    embedded,
+    fashion_mnist,
+    folder,
+    huggingface,
+    imagenet64,
+    latents,
+    webdataset,
+)
 from scalelong.data.base import DataError, MemorySource, Shape, Source, check, load_source, register, to_float, to_uint8
 from scalelong.data.download import cache_dir
 from scalelong.data.loader import Batch, make_loader, sample_to_item

@@ -1,0 +1,36 @@
+"""Arguments that several verbs share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from scalelong.runs.reader import read_config
+from scalelong.runs.settings import SamplingSettings
+
+RunFolder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+RunFolders = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...")]]
+ModelName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+DataName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA")]]
+PresetName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET")]]
+
+
+@dataclass(frozen=True)
+class SamplingFlags(SamplingSettings):
+    """`SamplingSettings` as flags, under the flag names of every verb."""
+
+    count: Annotated[int, tyro.conf.arg(name="num-samples", aliases=["--num"])] = 64  # number of images
+
+
+def parse_over_run(command: type[Any], arguments: list[str], **options: Any) -> Any:
+    """Parse flags whose defaults for sampling, except the number of images, are the settings of the run they name."""
+    first = tyro.cli(command, args=arguments, **options)
+    own = read_config(first.run).sampling
+    values = dataclasses.asdict(own) | {"count": first.sampling.count}
+    if first.sampling.sampler not in ("", own.sampler):
+        values["steps"] = 0  # the run's number of steps is for the run's sampler
+    default = dataclasses.replace(first, sampling=SamplingFlags(**values))
+    return tyro.cli(command, args=arguments, default=default, **options)

@@ -1,0 +1,34 @@
+"""`scalelong diagnose`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import tyro
+
+from scalelong.cli.arguments import RunFolder
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """What a run's records say about its stability: which blocks oscillate, whether gradients spike, what to try.
+
+    Example: scalelong diagnose runs/digits-ls
+    """
+
+    run: RunFolder  # a run folder, best of a run trained with --probe-every
+    json: bool = False  # print the sentences with their numbers as JSON
+
+
+def main(arguments: list[str]) -> None:
+    """Print the diagnosis."""
+    from scalelong.stability import diagnosis
+
+    command = tyro.cli(Diagnose, args=arguments, prog="scalelong diagnose")
+    found = diagnosis.diagnose(command.run)
+    if command.json:
+        print(json.dumps([asdict(sentence) for sentence in found], indent=1))
+        return
+    for sentence in found:
+        print(f"{'!' if sentence.alarming else ' '} {sentence.about:10} {sentence.text}")

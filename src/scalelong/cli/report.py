@@ -1,0 +1,34 @@
+"""`scalelong report`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from scalelong.cli.arguments import RunFolders
+from scalelong.report import read_runs, write_report
+
+
+@dataclass(frozen=True)
+class Report:
+    """Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
+
+    Example: scalelong report runs/demo/none runs/demo/cs --out report.html
+    """
+
+    runs: RunFolders = ()  # run folders, or folders of run folders
+    out: str = ""  # default: report.html in the given folder, or in the current one if several are given
+
+
+def main(arguments: list[str]) -> None:
+    """Read runs and write the page."""
+    command = tyro.cli(Report, args=arguments, prog="scalelong report")
+    runs, refused = read_runs(command.runs)
+    for why in refused:
+        print(f"left out: {why}", file=sys.stderr)
+    default = Path(command.runs[0]) / "report.html" if len(command.runs) == 1 else Path("report.html")
+    path = write_report(runs, command.out or default, refused)
+    print(f"{len(runs)} run(s): {path} ({path.stat().st_size / 1e6:.1f} MB)")
