@@ -13,7 +13,7 @@ from torch import nn
 
 from scalelong.errors import unknown_name
 from scalelong.scaling.constant import Scaling
-from scalelong.scaling.registry import ScalingConfig
+from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips.example import as_call, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
 from scalelong.skips.hooks import attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
@@ -97,9 +97,9 @@ def apply(
     skips, detected = _find(model, call)
     if placement != "before":
         skips = _placed(model, skips, config, placement, call)
-    if config.needs == "operands":
+    if METHODS[method].needs == "operands":
         skips = _with_operands(model, skips, call)
-    branches = residual_branches(model) if config.needs == "blocks" else []
+    branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
     with torch.inference_mode(False):  # gates created in inference mode could not be trained
         scaling = config.build([skip.size for skip in skips], len(branches))
         _match(scaling, model)
@@ -198,7 +198,7 @@ def _placed(
 ) -> list[LongSkip]:
     if placement != "after_norm":
         raise unknown_name("placement", placement, ("before", "after_norm"))
-    if not config.is_constant:
+    if not METHODS[config.method].constant:
         raise ValueError(
             f"placement: 'after_norm' is for constant methods; {config.method!r} would not do the same behind the norm and "
             "at the shortcut, use placement='before'"
