@@ -20,7 +20,7 @@ from scalelong.scaling.constant import Coefficient, Scaling, SkipSize
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
-    """Factors of main path and skip for widths `main` and `skip`: unit inputs join to unit magnitude, a share t of it skip."""
+    """Factors for operands of these widths: unit inputs join to unit magnitude, a share t of it from the skip."""
     total = math.sqrt((main + skip) / ((1 - t) ** 2 + t**2))
     return total * (1 - t) / math.sqrt(main), total * t / math.sqrt(skip)
 

@@ -16,9 +16,17 @@ from scalelong.scaling.constant import Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips.example import as_call, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
+from scalelong.skips.hooks import (
+    attach,
+    attached_skips,
+    check_unscaled,
+    check_unwrapped,
+    detach,
+    is_scaled,
+    reset_compiled,
+    scaling_of,
+)
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
-from scalelong.skips.state_dict_checks import check_unwrapped, reset_compiled
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
 from scalelong.skips.tracing.nesting import NoLongSkipsError
 from scalelong.skips.tracing.verify import measure_reach, verify

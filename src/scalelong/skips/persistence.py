@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, placement_of, remove, to_json, write_config
-from scalelong.skips.hooks import is_scaled, scaling_of
-from scalelong.skips.state_dict_checks import ROOT_NAME
+from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.example import is_meta, map_tensors, merge_example, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.families import generated_example
-from scalelong.skips.hooks import attached_skips, detach, replace_scaling, scaling_of
+from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
-from scalelong.skips.state_dict_checks import ROOT_NAME
 from scalelong.skips.tracing.hook_points import Detection, detect
 from scalelong.skips.tracing.join_ops import ScaleOperand, ScaleSlices
 from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
