@@ -62,17 +62,14 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
     """
     family = known_family(model)
     if family is None or family.example is None:
-        known = ", ".join(name for name in known_families() if FAMILIES[name].example)
-        raise ValueError(
-            f"example: none was given, and none can be generated for a {type(model).__name__}; pass the arguments you would "
-            f"call the model with (generated for {known})"
-        )
+        none = f"example: none was given, and none can be generated for a {type(model).__name__}"
+        raise ValueError(f"{none}; pass the arguments you would call the model with")
     weight = next(model.parameters())
     return (), family.example(model, _Random(weight.device, weight.dtype, full_size))
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists.
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists.
 
     >>> from diffusers import UNet1DModel
     >>> stages(UNet1DModel())
@@ -91,8 +88,7 @@ def stages(model: nn.Module) -> list[str]:
         found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
     if not found:
         raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
-            f"{list(children)}"
+            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= some of {list(children)}"
         )
     return found
 
@@ -102,8 +98,7 @@ def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
     family = known_family(model)
     if family is None or not family.branches:
         raise ValueError(
-            f"scaling.method: the controls that scale block outputs know the blocks of scalelong.UViT, not those of "
-            f"{type(model).__name__}; choose a method that scales skips"
+            f"scaling.method: 'rezero' and 'stable_tau' are for scalelong.UViT, got {type(model).__name__}"
         )
     return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
 
@@ -136,9 +131,9 @@ def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
 
 def _down_outputs(block: Any) -> list[str]:
     """The modules of a down block whose outputs are skips, in order: the last of each layer, then the downsampler."""
-    outputs = [f".{name}" for name in _layer_outputs(block)]
     names = {"resnet_down": "", "downsamplers": ".downsamplers.0", "downsampler": ".downsampler"}  # resnet_down: NCSN++
-    return outputs + [names[name] for name in names if getattr(block, name, None) is not None][:1]
+    last = [names[name] for name in names if getattr(block, name, None) is not None][:1]
+    return [f".{name}" for name in _layer_outputs(block)] + last
 
 
 def _layer_outputs(block: Any) -> list[str]:
@@ -150,9 +145,8 @@ def _layer_outputs(block: Any) -> list[str]:
 def _has_k_blocks(model: Any) -> bool:
     """The K-upscaler's blocks join one skip per block and drop the others: those models are traced."""
     blocks = getattr(model, "up_blocks", None)
-    if not isinstance(blocks, nn.ModuleList):
-        return False
-    return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
+    k_blocks = ("KUpBlock2D", "KCrossAttnUpBlock2D")
+    return isinstance(blocks, nn.ModuleList) and any(type(block).__name__ in k_blocks for block in blocks)
 
 
 def _reach(norm: Any, hidden: int) -> Reach:

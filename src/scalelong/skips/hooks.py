@@ -114,6 +114,7 @@ def scaling_of(model: nn.Module) -> Scaling:
 
 def check_unscaled(model: nn.Module) -> None:
     """Raise if the model is scaled already or cannot hold a scaling."""
+    check_unwrapped(model)
     if any(True for _ in _hooked(model)):
         raise ValueError(f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) first")
     if hasattr(model, ROOT_NAME):
@@ -130,6 +131,8 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 def check_unwrapped(model: nn.Module) -> None:
     """Refuse wrappers: hooks added after compiling or wrapping do not run or are not seen."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     if wrapper := wrapper_of(model):
         raise TypeError(f"model: apply scalelong before {wrapper}, to the module inside it, got {type(model).__name__}")
 

@@ -41,6 +41,10 @@ class Detection:
         """The skips with their hook points; `NoLongSkipsError` if one has none."""
         return [self._skip(index, path) for index, path in enumerate(self.paths, start=1)]
 
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each skip where it is joined."""
+        return [self.trace.nodes[path.operand].shape for path in self.paths]
+
     def _skip(self, index: int, path: SkipPath) -> LongSkip:
         try:
             point = find_hook_point(self.trace, path)
@@ -60,13 +64,11 @@ def detect(model: nn.Module, call: Call) -> Detection:
         raise NoLongSkipsError(f"model: this {name} cannot be scaled: {error}") from None
 
 
-def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call, key: str) -> Detection:
-    """Like `detect`, but raise unless exactly the known skips are found; `key` begins the message."""
+def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
+    """Like `detect`, but raise unless as many skips are found as are known."""
     found = detect(model, call)
     if len(found.paths) != len(skips):
-        raise ValueError(
-            f"{key}: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass; it needs all of them"
-        )
+        raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
     return found
 
 
@@ -209,7 +211,7 @@ def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> L
 
 def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
     """placement="after_norm": hook the output of a GroupNorm that would cancel kappa, and the input of the shortcut."""
-    found = detect_all(model, skips, call, "placement: 'after_norm'")
+    found = detect_all(model, skips, call)
     moved = [_behind_norm(found.trace, path, skip) for path, skip in zip(found.paths, skips, strict=True)]
     if moved == list(skips):
         raise ValueError(

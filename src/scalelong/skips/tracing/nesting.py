@@ -1,20 +1,17 @@
 """Which joins of a traced forward pass are long skips.
 
-A skip path leaves the main path at a source and joins it again at a cat, add or lerp, after weighted ops. Blocks have skip
-paths too: a residual, a dense block. Long skips are the ones that nest: the first made is the last used. Paths are compared
-within groups (joined the same way, in modules of one class): the blocks of a network follow each other, its long skips
-enclose each other.
+A skip path leaves the main path at a source and joins it again at a cat, add or lerp, after weighted ops. Of the paths that
+are joined the same way in modules of one class, those of blocks (residuals, dense blocks) follow each other; long skips
+nest: the first made is the last used.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalelong.skips.tracing.join_ops import Kind
-from scalelong.skips.tracing.trace import Join, Node, Trace
+from scalelong.skips.tracing.trace import Join, Kind, Node, Trace
 
 MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
 BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"})
@@ -47,17 +44,17 @@ class SkipPath:
 
 
 def find_skip_paths(trace: Trace) -> list[SkipPath]:
-    """All skip paths in order of their joins, without those of dense blocks, where one join has several."""
+    """All skip paths in the order of their joins, except those of dense blocks, where one join has several."""
     by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
     dense = {path.source for found in by_join if len(found) > 1 for path in found}
     return [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
 
 
 def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
-    if node.join is None:
-        return
-    operands = [(position, operand) for position, operand in enumerate(node.join.operands) if operand is not None]
-    if len(operands) < 2:
+    operands = [
+        (at, operand) for at, operand in enumerate(node.join.operands if node.join else ()) if operand is not None
+    ]
+    if node.join is None or len(operands) < 2:
         return
     main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand])
     for position, operand in operands:
@@ -93,7 +90,7 @@ def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
 
 
 def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
-    """The innermost call that contains the path, and whether it holds the join and makes the main path in a single call."""
+    """The innermost call that contains the path, and whether it makes the main path in a single call and joins it itself."""
     first = min(child for child in trace.children[source] if trace.leads_to(child, main))
     around, path = trace.stack(join), trace.stack(first)
     shared = [a for a, b in zip(around, path, strict=False) if a == b]
@@ -105,12 +102,9 @@ def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
 # ------------------------------------------------------------------------------------------------------------- nesting
 
 
-@dataclass(frozen=True)
-class _Nest:
-    """Paths that enclose each other, outermost first, and why they cannot be scaled one by one, if so."""
-
-    paths: list[SkipPath]
-    trouble: str | None = None
+Nest = tuple[
+    list[SkipPath], str | None
+]  # paths inside each other, outermost first; why they cannot be scaled one by one
 
 
 def find_long_skips(trace: Trace) -> list[SkipPath]:
@@ -121,58 +115,50 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
         owner = type(trace.calls[path.owner].module) if path.owner >= 0 else None
         groups[owner, path.kind, path.kind == "add" and path.around_one_module].append(path)
     nests = [_nest_of(trace, group) for group in groups.values()]
-    longest = max((len(nest.paths) for nest in nests), default=0)
+    longest = max((len(nest) for nest, _ in nests), default=0)
     if longest == 0:
         crowded = next((n.index for n in trace.nodes if len(list(_paths_to(trace, n))) > 1), None)
         detail = "" if crowded is None else f", or several at once, as in {trace.module_name(crowded)}"
         raise NoLongSkipsError(f"it has no long skip connections: tensors are joined only within one block{detail}")
-    tied = [nest for nest in nests if len(nest.paths) == longest]
-    clean = [nest for nest in tied if nest.trouble is None]
+    tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
+    clean = [nest for nest, trouble in tied if trouble is None]
     if not clean:
-        raise NoLongSkipsError(f"its skips cannot be scaled one by one: {tied[0].trouble}")
+        raise NoLongSkipsError(f"its skips cannot be scaled one by one: {tied[0][1]}")
     if len(clean) > 1:
-        where = " and ".join(sorted(trace.module_name(nest.paths[0].join) for nest in clean))
+        where = " and ".join(sorted(trace.module_name(nest[0].join) for nest in clean))
         raise NoLongSkipsError(
-            f"it has several nests of {longest} skips, joined in {where}; it is ambiguous which to scale"
+            f"it has several nests of {longest} skips, joined in {where}; which to scale is ambiguous"
         )
-    missed = _unexplained_join(trace, clean[0].paths)
-    if missed is not None:
-        raise NoLongSkipsError(
-            f"{longest} of its skips are clear, but {trace.module_name(missed)} joins something in the same way that does "
-            "not come straight from the layers before it; not all skips would be scaled"
-        )
-    other = _left_out(trace, clean[0], nests) or _same_around(clean[0].paths, paths)
-    if other is not None:
-        raise NoLongSkipsError(
-            f"{longest} of its skips are clear, but {trace.module_name(other.join)} joins another (by {other.kind}) in "
-            "another way or in a module of another class; not all skips would be scaled. Join all of them in the same way"
-        )
-    return clean[0].paths
+    chosen, missed = clean[0], None
+    if (join := _unexplained_join(trace, chosen)) is not None:
+        missed = f"{trace.module_name(join)} joins something that does not come straight from the layers before it"
+    elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
+        missed = f"{trace.module_name(other.join)} joins another (by {other.kind}) in another way or class of module"
+    if missed:
+        raise NoLongSkipsError(f"{longest} of its skips are clear, but {missed}; not all skips would be scaled")
+    return chosen
 
 
-def _nest_of(trace: Trace, group: list[SkipPath]) -> _Nest:
+def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
     """The long skips in a group of paths: none if the paths follow each other or only go around one block."""
     group = _merge_repeats(trace, group)
     if _is_stack(group):
-        return _Nest(sorted(group, key=lambda path: -path.join))
+        return sorted(group, key=lambda path: -path.join), None
     uses = Counter(path.source for path in group)
     once = [path for path in group if uses[path.source] == 1]
     nest = longest_nest(once)
     if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block(trace, nest[0]))):
-        return _Nest([])
+        return [], None
     if 2 <= len(nest) <= _modules_in_a_row(trace, once):
-        return _Nest([])  # blocks with several streams
-    for (
-        path
-    ) in group:  # a condition that many layers project for themselves, made before the first skip, does not count
+        return [], None  # blocks with several streams
+    for path in group:
+        # a condition that many layers project for themselves, made before the first skip, does not count
         if uses[path.source] > 1 and (path.source > nest[0].source or not _count_weights(trace, path.nodes)):
-            return _Nest(nest, f"the output of {trace.module_name(path.source)} is joined more than once")
-    rest = [path for path in once if path not in nest]
-    if rest:
-        where = f"{trace.module_name(rest[0].source)} to {trace.module_name(rest[0].join)}"
-        trouble = f"{len(nest)} of them enclose each other, but the one from {where} does not fit in"
-        return _Nest(nest, f"{trouble}; scale each U-shaped part of the model separately")
-    return _Nest(nest)
+            return nest, f"the output of {trace.module_name(path.source)} is joined more than once"
+    for path in (path for path in once if path not in nest):
+        where = f"{trace.module_name(path.source)} to {trace.module_name(path.join)}"
+        return nest, f"the one from {where} does not fit in; scale each U-shaped part of the model separately"
+    return nest, None
 
 
 def longest_nest(paths: Sequence[SkipPath]) -> list[SkipPath]:
@@ -201,15 +187,12 @@ def _merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
 def _is_stack(group: Sequence[SkipPath]) -> bool:
     """Concatenations that pop a stack, with some entries twice in a row: an encoder stage that did nothing."""
     sources = [path.source for path in sorted(group, key=lambda path: path.join)]
-    return (
-        1 < len(set(sources)) < len(sources)
-        and all(path.kind == "cat" for path in group)
-        and all(inner >= outer for inner, outer in itertools.pairwise(sources))
-    )
+    popped = sources == sorted(sources, reverse=True) and all(path.kind == "cat" for path in group)
+    return popped and 1 < len(set(sources)) < len(sources)
 
 
 def _is_block(trace: Trace, path: SkipPath) -> bool:
-    """x + f(x) around one module or in a module that receives x, or x concatenated with several branches of it: one block."""
+    """x + f(x) around one module or in a module that receives x, or x concatenated with several branches of it."""
     if path.kind == "cat":
         return sum(each is not None and trace.leads_to(path.source, each) for each in path.op.operands) > 2
     if path.owner < 0 or path.around_one_module:
@@ -230,21 +213,18 @@ def _modules_in_a_row(trace: Trace, paths: Sequence[SkipPath]) -> int:
 # ------------------------------------------------------------------------------------------------ skips that were missed
 
 
-def _left_out(trace: Trace, chosen: _Nest, nests: Sequence[_Nest]) -> SkipPath | None:
-    """A long skip of another group: it nests with all chosen ones, or others nest with it, as in a second U.
-
-    x + f(x) inside them all, added in the module that holds x, is the residual of the middle.
-    """
-    for nest in nests:
-        if nest is chosen or not nest.paths:
+def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> SkipPath | None:
+    """A long skip of another group: it nests with all chosen ones, or others nest with it, as in a second U."""
+    for nest, trouble in nests:
+        if nest is chosen:
             continue
-        if len(nest.paths) > 1 and nest.trouble is None:
-            return nest.paths[0]
-        for path in nest.paths:
-            middle = path.kind == "add" and trace.nodes[path.join].call == path.owner
-            if middle and all(_is_inside(path, each) for each in chosen.paths):
-                continue
-            if all(_is_inside(path, each) or _is_inside(each, path) for each in chosen.paths):
+        if len(nest) > 1 and trouble is None:
+            return nest[0]
+        for path in nest:
+            added = path.kind == "add" and trace.nodes[path.join].call == path.owner
+            if added and all(_is_inside(path, each) for each in chosen):
+                continue  # the residual of the middle
+            if all(_is_inside(path, each) or _is_inside(each, path) for each in chosen):
                 return path
     return None
 

@@ -1,9 +1,8 @@
 """Check hooks against an oracle, and measure which layers see kappa.
 
-The oracle is a run without hooks in which the operand of the join op itself is scaled. `verify` compares outputs and
-gradients of the hooked model with it, one skip at a time, on a copy with noise on its zero weights (behind a zero weight
-every mistake is invisible). `measure_reach` scales the operand by 1, 1/2 and 0. The input of a next weighted layer is either
-linear in kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over both operands, an activation):
+The oracle is a run without hooks in which the operand of the join op itself is scaled; `verify` compares outputs and
+gradients with it. `measure_reach` scales the operand by 1, 1/2 and 0: the input of a next weighted layer is either linear in
+kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over both operands, an activation):
 
     full      linear for every next layer
     shortcut  linear for some (a ResNet block's shortcut, a residual stream), cancelled for the others
@@ -15,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +27,9 @@ from scalelong.skips.example import is_meta, map_tensors, merge_example, own_cop
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
-from scalelong.skips.tracing.hook_points import Detection, detect
-from scalelong.skips.tracing.join_ops import ScaleOperand, ScaleSlices
+from scalelong.skips.tracing.hook_points import Detection, detect_all
 from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
-from scalelong.skips.tracing.trace import Trace
+from scalelong.skips.tracing.trace import JOIN_OPS, CountingMode, Trace
 
 FACTOR = 0.5
 CHECKPOINTING = ("gradient_checkpointing", "use_checkpoint", "checkpointing", "use_checkpointing")
@@ -66,10 +65,8 @@ class VerificationReport:
         lines = [f"{self.model}: {len(self.checks)} long skips scaled as intended (checked in {self.dtype})"]
         for check in self.checks:
             gradient = "no gradient" if check.gradient_error is None else f"gradient {check.gradient_error:.1e}"
-            lines.append(
-                f"  {check.index}: {check.made_in} -> {check.used_in}: output {check.output_error:.1e}, {gradient}, "
-                f"effect {check.effect:.1e}"
-            )
+            errors = f"output {check.output_error:.1e}, {gradient}, effect {check.effect:.1e}"
+            lines.append(f"  {check.index}: {check.made_in} -> {check.used_in}: {errors}")
         return "\n".join(lines)
 
 
@@ -89,9 +86,7 @@ def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> 
     """
     scaling_of(model)
     if is_meta(model):
-        raise ValueError(
-            "model: it is on the meta device and has no values to check; verify a small copy of it instead"
-        )
+        raise ValueError("model: it is on the meta device and has no values to check; verify a small copy of it")
     call = merge_example(example, args, kwargs) or generated_example(model)
     skips = attached_skips(model)
     with undisturbed(model):
@@ -103,23 +98,17 @@ def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> 
         checks = []
         for skip, path in zip(skips, found.paths, strict=True):
             test.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
-            oracle = _run(plain, call, *_oracle(found.trace, path, skip))
-            checks.append(_check(skip, _run(hooked, call), oracle, unscaled, dtype))
+            oracle = _ScaleSlices(found.trace, path, FACTOR) if skip.after_norm else _ScaleOperand(path, FACTOR)
+            checks.append(_check(skip, _run(hooked, call), _run(plain, call, oracle), unscaled, dtype))
     return VerificationReport(type(model).__name__, dtype, tuple(checks))
 
 
 def detect_unhooked(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
     """Find the skips in a copy without hooks; `VerificationError` if they are not those that are scaled."""
     try:
-        found = detect(plain, call)
+        return detect_all(plain, skips, call)
     except NoLongSkipsError as error:
-        raise VerificationError(f"verify: the model is scaled, but without its hooks {error}") from None
-    if len(found.paths) != len(skips):
-        raise VerificationError(
-            f"verify: {len(skips)} skips are scaled, {len(found.paths)} were found in a run without hooks; "
-            "call scalelong.remove(model) and see scalelong.find_skips(model, example=...)"
-        )
-    return found
+        raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
 
 
 def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Module, Call, torch.dtype]:
@@ -144,7 +133,7 @@ def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Modul
 
 
 def add_noise(model: nn.Module) -> None:
-    """Add noise to every all-zero parameter but the gates', the same for every copy of a model."""
+    """Add the same noise to the all-zero parameters of every copy: behind a zero weight every mistake is invisible."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -156,73 +145,93 @@ def add_noise(model: nn.Module) -> None:
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
+# --------------------------------------------------------------------------------------------------- the oracle's modes
+
+
+class _ScaleOperand(CountingMode):
+    """Scale the operand of a path's joins by a factor; keep the outputs of the `watched` ops."""
+
+    def __init__(self, path: SkipPath, factor: float, watched: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.positions = {each.op.ordinal: each.position for each in (path, *path.earlier)}
+        self.factor, self.watched = factor, watched
+        self.expected, self.hits = len(self.positions), 0
+        self.outputs: dict[int, Tensor] = {}
+
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in JOIN_OPS and self.join in self.positions:
+            self.hits += 1
+            operands = list(args[0] if JOIN_OPS[name] == "cat" else args)
+            operands[self.positions[self.join]] = operands[self.positions[self.join]] * self.factor
+            args = (operands, *args[1:]) if JOIN_OPS[name] == "cat" else tuple(operands)
+        result = func(*args, **kwargs)
+        if self.op in self.watched:
+            self.outputs[self.op] = torch.cat([tensor.detach().double().flatten() for tensor in tensors_in(result)])
+        return result
+
+
+class _ScaleSlices(CountingMode):
+    """Scale the skip's channels behind its concatenation: in the output of norms, in the input of other ops."""
+
+    def __init__(self, trace: Trace, path: SkipPath, factor: float) -> None:
+        super().__init__()
+        self.uses = {trace.nodes[child].op for child in trace.children[path.join]}
+        self.channels, self.factor = path.op.channels(path.position), factor
+        self.expected, self.hits = len(trace.children[path.join]), 0
+
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.op not in self.uses:
+            return func(*args, **kwargs)
+        if name == "group_norm":
+            return self._scale(func(*args, **kwargs))
+        return func(self._scale(args[0]), *args[1:], **kwargs)
+
+    def _scale(self, tensor: Tensor) -> Tensor:
+        self.hits += 1
+        factors = torch.ones(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        factors.narrow(0, *self.channels).fill_(self.factor)
+        return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
+
+
 # -------------------------------------------------------------------------------------------------- runs and comparison
 
-
-@dataclass(frozen=True)
-class _Result:
-    output: Tensor
-    gradients: list[Tensor] | None
+_Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
 
 
-def _run(model: nn.Module, call: Call, oracle: ScaleOperand | ScaleSlices | None = None, hits: int = 0) -> _Result:
-    """Outputs, and gradients of all weights and inputs; an oracle must act `hits` times."""
+def _run(model: nn.Module, call: Call, oracle: _ScaleOperand | _ScaleSlices | None = None) -> _Result:
+    """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
     with undisturbed(model), torch.enable_grad():
         leaves = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), own_copy(call))
         inputs = map_tensors(torch.clone, leaves)  # leaves cannot be modified in place
         torch.manual_seed(0)  # the same noise in every run
-        if oracle is None:
+        with oracle or nullcontext():
             result = run_example(model, inputs)
-        else:
-            with oracle:
-                result = run_example(model, inputs)
-            if oracle.hits != hits:
-                raise VerificationError("verify: two runs of the model on the same example do not take the same path")
+        if oracle and oracle.hits != oracle.expected:
+            raise VerificationError("verify: two runs of the model on the same example do not take the same path")
         parts = [t.flatten() for t in tensors_in(result) if t.is_floating_point()]
         output = torch.cat([part.to(parts[0].dtype) for part in parts])
-    return _Result(output.detach(), _gradients(model, output, list(tensors_in(leaves))))
-
-
-def _gradients(model: nn.Module, output: Tensor, inputs: list[Tensor]) -> list[Tensor] | None:
-    """Gradients of a fixed weighted sum of the outputs."""
     if not output.requires_grad:
-        return None
+        return {"outputs": [output]}
     named = model.named_parameters()
     wanted: list[Tensor] = [p for name, p in named if not name.startswith(f"{ROOT_NAME}.") and p.requires_grad]
-    wanted += [t for t in inputs if t.requires_grad]
+    wanted += [t for t in tensors_in(leaves) if t.requires_grad]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
     found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-
-
-def _oracle(trace: Trace, path: SkipPath, skip: LongSkip) -> tuple[ScaleOperand | ScaleSlices, int]:
-    """The mode that scales what the hooks of this skip should scale, and how often it acts."""
-    if not skip.after_norm:
-        return _scale_operand(path, FACTOR), 1 + len(path.earlier)
-    uses = [trace.nodes[child] for child in trace.children[path.join]]
-    norms = frozenset(use.op for use in uses if use.name == "group_norm")
-    others = frozenset(use.op for use in uses if use.name != "group_norm")
-    return ScaleSlices(norms, others, *path.op.channels(path.position), FACTOR), len(uses)
-
-
-def _scale_operand(path: SkipPath, factor: float, watched: frozenset[int] = frozenset()) -> ScaleOperand:
-    return ScaleOperand({each.op.ordinal: each.position for each in (path, *path.earlier)}, factor, watched)
+    gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    return {"outputs": [output.detach()], "gradients": gradients}
 
 
 def _check(skip: LongSkip, hooked: _Result, oracle: _Result, unscaled: _Result, dtype: torch.dtype) -> SkipCheck:
     tolerance = 1e-6 if dtype == torch.float64 else (1e-2 if dtype == torch.float32 else 1e-1)
-    pairs = {"outputs": ([hooked.output], [oracle.output], [unscaled.output])}
-    if hooked.gradients is not None and oracle.gradients is not None and unscaled.gradients is not None:
-        pairs["gradients"] = (hooked.gradients, oracle.gradients, unscaled.gradients)
-    errors = {what: _relative_error(*tensors) for what, tensors in pairs.items()}
+    shared = [what for what in hooked if what in oracle and what in unscaled]
+    errors = {what: _relative_error(hooked[what], oracle[what], unscaled[what]) for what in shared}
     for what, error in errors.items():
         if not error <= tolerance:
-            raise VerificationError(
-                f"verify: skip {skip.index} ({skip.made_in} -> {skip.used_in}, at {skip.consumer or 'the model itself'}): "
-                f"{what} differ from the oracle's by {error:.1e} of the effect; the hook scales something else than the "
-                "skip; nothing is scaled now if this came from scalelong.apply"
-            )
-    effect = float((oracle.output - unscaled.output).norm() / unscaled.output.norm().clamp_min(1e-30))
+            where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}, at {skip.consumer or 'the model itself'})"
+            wrong = f"{what} differ from the oracle's by {error:.1e} of the effect"
+            raise VerificationError(f"verify: {where}: {wrong}; the hook scales something else than the skip")
+    (scaled,), (plain,) = oracle["outputs"], unscaled["outputs"]
+    effect = float((scaled - plain).norm() / plain.norm().clamp_min(1e-30))
     return SkipCheck(skip.index, skip.made_in, skip.used_in, errors["outputs"], errors.get("gradients"), effect)
 
 
@@ -230,14 +239,14 @@ def _relative_error(got: Sequence[Tensor], expected: Sequence[Tensor], unscaled:
     """The largest deviation relative to the largest effect; 0 within rounding errors of the outputs."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in (*got, *expected)):
         return math.inf
-    deviation = max(_largest(a - b) for a, b in zip(got, expected, strict=True))
-    effect = max(_largest(a - b) for a, b in zip(expected, unscaled, strict=True))
-    rounding = 100 * torch.finfo(got[0].dtype).eps * max(_largest(a) for a in unscaled)
+    deviation = _largest(a - b for a, b in zip(got, expected, strict=True))
+    effect = _largest(a - b for a, b in zip(expected, unscaled, strict=True))
+    rounding = 100 * torch.finfo(got[0].dtype).eps * _largest(unscaled)
     return 0.0 if deviation <= rounding else deviation / max(effect, rounding)
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
 
 
 # --------------------------------------------------------------------------------------------------------------- reach
@@ -245,17 +254,14 @@ def _largest(tensor: Tensor) -> float:
 
 def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) -> list[Reach]:
     """The reach of each skip on this example; unchanged if it cannot be measured (no values, joins not visible)."""
-    unchanged = [skip.reach for skip in skips]
     if is_meta(model):
-        return unchanged
+        return [skip.reach for skip in skips]
     copied = copy.deepcopy(model)
     add_noise(copied)
     try:
-        found = detect(copied, example)
+        found = detect_all(copied, skips, example)
     except NoLongSkipsError:
-        return unchanged
-    if len(found.paths) != len(skips):
-        return unchanged
+        return [skip.reach for skip in skips]
     return [_reach(copied, found.trace, path, example) for path in found.paths]
 
 
@@ -274,11 +280,8 @@ def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Rea
 
 
 def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
-    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives.
-
-    A join that is itself weighted (addmm of a fused layer) counts as its own next layer.
-    """
-    if trace.nodes[join].weighted:
+    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives."""
+    if trace.nodes[join].weighted:  # addmm of a fused layer
         return [join]
     seen, last = [join], set()
     for node in seen:
@@ -294,10 +297,10 @@ def _values(model: nn.Module, path: SkipPath, example: Call, factor: float, ops:
     """The outputs of `ops` with the operand scaled by `factor`."""
     with undisturbed(model), torch.no_grad():
         torch.manual_seed(0)
-        call = own_copy(example)
-        with _scale_operand(path, factor, ops) as mode:
+        call, mode = own_copy(example), _ScaleOperand(path, factor, ops)
+        with mode:
             run_example(model, call)
-    return {op: torch.cat([t.double().flatten() for t in outputs]) for op, outputs in mode.outputs.items()}
+    return mode.outputs
 
 
 def _effect(whole: Tensor, half: Tensor, zero: Tensor) -> str:
