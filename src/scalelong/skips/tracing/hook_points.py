@@ -1,8 +1,7 @@
 """From a traced model to its `LongSkip`s: the module call to hook for each skip, so that nothing else is scaled.
 
-Either the join is inside a module that receives the skip (an argument, or an item of one), or the concatenation is an
-argument of one or several modules (a block and its shortcut) and the skip is a slice of its channels. placement="after_norm"
-hooks a GroupNorm and the shortcut next to it. Every other place would scale more than the skip.
+Either a module receives the skip (an argument, or an item of one) and joins it, or one or several modules (a block and its
+shortcut) receive the concatenation, of which the skip is a slice. placement="after_norm" hooks a GroupNorm and the shortcut.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 
 from scalelong.scaling.constant import SkipSize
 from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot
-from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips
+from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips, refusal
 from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
 
 CHANNELWISE_LINEAR = frozenset({  # linear, and channels stay apart: a scaled slice stays a scaled slice
@@ -33,35 +32,28 @@ LAYOUT = frozenset({
 class Detection:
     """A traced forward pass and its long skips, outermost first."""
 
-    model: str  # its class
     trace: Trace
     paths: list[SkipPath]
 
     def skips(self) -> list[LongSkip]:
         """The skips with their hook points; `NoLongSkipsError` if one has none."""
-        return [self._skip(index, path) for index, path in enumerate(self.paths, start=1)]
+        found = []
+        for index, path in enumerate(self.paths, start=1):
+            point = find_hook_point(self.trace, path)
+            size = _size(self.trace, path, point.node)
+            made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, point.call)
+            found.append(LongSkip(index, made_in, used_in, size, "unknown", point.call.name, point.slot, point.also))
+        return found
 
     def operand_shapes(self) -> list[tuple[int, ...]]:
         """The shape of each skip where it is joined."""
         return [self.trace.nodes[path.operand].shape for path in self.paths]
 
-    def _skip(self, index: int, path: SkipPath) -> LongSkip:
-        try:
-            point = find_hook_point(self.trace, path)
-        except NoLongSkipsError as error:
-            raise NoLongSkipsError(f"model: this {self.model} cannot be scaled: {error}") from None
-        size = _size(self.trace, path, point.node)
-        made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, point.call)
-        return LongSkip(index, made_in, used_in, size, "unknown", point.call.name, point.slot, point.also)
-
 
 def detect(model: nn.Module, call: Call) -> Detection:
     """Run the model once on the example and find its long skips; the model and all random states are left unchanged."""
-    traced, name = trace(model, call), type(model).__name__
-    try:
-        return Detection(name, traced, find_long_skips(traced))
-    except NoLongSkipsError as error:
-        raise NoLongSkipsError(f"model: this {name} cannot be scaled: {error}") from None
+    traced = trace(model, call)
+    return Detection(traced, find_long_skips(traced))
 
 
 def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
@@ -92,12 +84,10 @@ def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
         if all(_same_point(trace, other, found) for other in path.earlier):
             return found
         reasons.append(f"{found.call.name} is called several times, not always with this skip")
+    where = f"made in {trace.module_name(path.source)} and joined by {path.kind} in {trace.module_name(path.join)}"
     detail = "; ".join(dict.fromkeys(reasons)) or "no module receives the skip by itself"
-    raise NoLongSkipsError(
-        f"the skip made in {trace.module_name(path.source)} and joined by {path.kind} in {trace.module_name(path.join)} "
-        f"cannot be scaled without touching anything else: {detail}; let a module of its own take the skip as an argument "
-        "and join it"
-    )
+    remedy = "let a module of its own take the skip as an argument and join it"
+    raise refusal(trace, f"the skip {where} cannot be scaled without touching anything else: {detail}; {remedy}")
 
 
 def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
@@ -155,12 +145,11 @@ def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[
         for calls in [[call] for call in receiving] + [outer] * (len(outer) > 1):
             trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
-                arguments = [
-                    slot for call in calls for slot, n in call.inputs if n == node and isinstance(slot, Argument)
-                ]
-                slots = [ChannelSlice(slot, start, size, path.op.dim, sum(path.op.sizes)) for slot in arguments]
-                names = [call.name for call in calls]
-                yield HookPoint(calls[0], slots[0], path.operand, tuple(zip(names[1:], slots[1:], strict=True)))
+                given = [(call.name, slot) for call in calls for slot, n in call.inputs if n == node]
+                arguments = [(name, slot) for name, slot in given if isinstance(slot, Argument)]
+                total = sum(path.op.sizes)
+                slots = [(name, ChannelSlice(slot, start, size, path.op.dim, total)) for name, slot in arguments]
+                yield HookPoint(calls[0], slots[0][1], path.operand, tuple(slots[1:]))
                 return
             reasons.append(trouble)
         children = trace.children[node]
@@ -192,17 +181,14 @@ def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
 
 def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
     """The skip with hook points that receive the whole concatenation; a ValueError if there are none."""
-    where = f"scaling.method: {method!r} changes both operands of a concatenation; skip {skip.index} "
-    where += f"({skip.made_in} -> {skip.used_in})"
-    if path.kind != "cat":
-        raise ValueError(f"{where} is joined by {path.kind}; choose another method")
-    if len(path.op.operands) != 2 or path.earlier:
-        raise ValueError(f"{where} is joined with several tensors, or several times; choose another method")
-    reasons: list[str] = []
-    point = next(_slice_points(trace, path, reasons), None)
+    point, reasons = None, [f"it is joined by {path.kind}, with {len(path.op.operands)} operands"]
+    if path.kind == "cat" and len(path.op.operands) == 2 and not path.earlier:
+        reasons = []
+        point = next(_slice_points(trace, path, reasons), None)
     if point is None:
-        detail = "; ".join(reasons) or "no module receives the concatenation"
-        raise ValueError(f"{where} cannot be hooked together with the other operand: {detail}; choose another method")
+        where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) has no module that receives both operands alone"
+        detail = "".join(f": {reason}" for reason in reasons[:1])
+        raise ValueError(f"scaling.method: {method!r} scales both operands, but {where}{detail}; choose another method")
     return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
 
 
@@ -214,10 +200,8 @@ def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[
     found = detect_all(model, skips, call)
     moved = [_behind_norm(found.trace, path, skip) for path, skip in zip(found.paths, skips, strict=True)]
     if moved == list(skips):
-        raise ValueError(
-            f"placement: no skip of this {type(model).__name__} is followed by a GroupNorm, kappa acts in full already; "
-            "use placement='before'"
-        )
+        name = type(model).__name__
+        raise ValueError(f"placement: no skip of this {name} is followed by a GroupNorm; use placement='before'")
     return moved
 
 
@@ -227,10 +211,9 @@ def _behind_norm(trace: Trace, path: SkipPath, skip: LongSkip) -> LongSkip:
         return skip
     points = tuple(_points_behind_norm(trace, path)) if path.op.dim == 1 and not path.earlier else ()
     if len(points) != len(uses):
-        raise ValueError(
-            f"placement: skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}; 'after_norm' needs a "
-            "GroupNorm module and a shortcut module, each called once; use placement='before'"
-        )
+        where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}"
+        needs = "'after_norm' needs a GroupNorm module and a shortcut module, each called once"
+        raise ValueError(f"placement: {where}; {needs}; use placement='before'")
     return replace(skip, reach="full", after_norm=points)
 
 
@@ -253,18 +236,15 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
 
 def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
-    around = trace.stack(node)
-    giving = [index for index in around if trace.calls[index].returned == {node} and trace.calls[index].parent >= 0]
-    chosen = giving[0] if giving else (around[-1] if around else -1)
-    return trace.calls[chosen].name if chosen >= 0 else ""
+    around = [trace.calls[index] for index in trace.stack(node)]
+    giving = [call for call in around if call.returned == {node} and call.parent >= 0]
+    return next((call.name for call in giving + around[::-1]), "")
 
 
 def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
     """The module inside the consumer that receives the joined tensor, else the consumer."""
-    for call in trace.calls[consumer.index + 1 :]:
-        if call.start < consumer.end and any(node == path.join for _, node in call.inputs):
-            return call.name
-    return consumer.name
+    inside = (call for call in trace.calls[consumer.index + 1 :] if call.start < consumer.end)
+    return next((call.name for call in inside if any(node == path.join for _, node in call.inputs)), consumer.name)
 
 
 def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:

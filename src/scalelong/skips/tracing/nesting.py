@@ -21,6 +21,10 @@ class NoLongSkipsError(ValueError):
     """The network has no long skips, or they cannot be scaled one by one."""
 
 
+def refusal(trace: Trace, reason: str) -> NoLongSkipsError:
+    return NoLongSkipsError(f"model: this {trace.model} cannot be scaled: {reason}")
+
+
 @dataclass(frozen=True)
 class SkipPath:
     """A path around part of the main path; all numbers are nodes of the trace."""
@@ -102,9 +106,7 @@ def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
 # ------------------------------------------------------------------------------------------------------------- nesting
 
 
-Nest = tuple[
-    list[SkipPath], str | None
-]  # paths inside each other, outermost first; why they cannot be scaled one by one
+Nest = tuple[list[SkipPath], str | None]  # paths that enclose each other, outermost first; why they cannot be scaled
 
 
 def find_long_skips(trace: Trace) -> list[SkipPath]:
@@ -119,23 +121,24 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
     if longest == 0:
         crowded = next((n.index for n in trace.nodes if len(list(_paths_to(trace, n))) > 1), None)
         detail = "" if crowded is None else f", or several at once, as in {trace.module_name(crowded)}"
-        raise NoLongSkipsError(f"it has no long skip connections: tensors are joined only within one block{detail}")
+        raise refusal(trace, f"it has no long skip connections: tensors are joined only within one block{detail}")
     tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
     clean = [nest for nest, trouble in tied if trouble is None]
     if not clean:
-        raise NoLongSkipsError(f"its skips cannot be scaled one by one: {tied[0][1]}")
+        raise refusal(trace, f"its skips cannot be scaled one by one: {tied[0][1]}")
     if len(clean) > 1:
         where = " and ".join(sorted(trace.module_name(nest[0].join) for nest in clean))
-        raise NoLongSkipsError(
-            f"it has several nests of {longest} skips, joined in {where}; which to scale is ambiguous"
+        raise refusal(
+            trace, f"it has several nests of {longest} skips, joined in {where}; it is ambiguous which to scale"
         )
     chosen, missed = clean[0], None
     if (join := _unexplained_join(trace, chosen)) is not None:
-        missed = f"{trace.module_name(join)} joins something that does not come straight from the layers before it"
+        what = "something in the same way that does not come straight from the layers before it"
+        missed = f"{trace.module_name(join)} joins {what}"
     elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
         missed = f"{trace.module_name(other.join)} joins another (by {other.kind}) in another way or class of module"
     if missed:
-        raise NoLongSkipsError(f"{longest} of its skips are clear, but {missed}; not all skips would be scaled")
+        raise refusal(trace, f"{longest} of its skips are clear, but {missed}; not all skips would be scaled")
     return chosen
 
 
@@ -155,10 +158,12 @@ def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
         # a condition that many layers project for themselves, made before the first skip, does not count
         if uses[path.source] > 1 and (path.source > nest[0].source or not _count_weights(trace, path.nodes)):
             return nest, f"the output of {trace.module_name(path.source)} is joined more than once"
-    for path in (path for path in once if path not in nest):
-        where = f"{trace.module_name(path.source)} to {trace.module_name(path.join)}"
-        return nest, f"the one from {where} does not fit in; scale each U-shaped part of the model separately"
-    return nest, None
+    rest = next((path for path in once if path not in nest), None)
+    if rest is None:
+        return nest, None
+    where = f"the one from {trace.module_name(rest.source)} to {trace.module_name(rest.join)} does not fit in"
+    remedy = "scale each U-shaped part of the model separately"
+    return nest, f"{len(nest)} of them enclose each other, but {where}; {remedy}"
 
 
 def longest_nest(paths: Sequence[SkipPath]) -> list[SkipPath]:

@@ -96,6 +96,7 @@ class ModuleCall:
 class Trace:
     """The graph of one forward pass."""
 
+    model: str  # its class
     nodes: list[Node]
     calls: list[ModuleCall]
 
@@ -290,4 +291,4 @@ def trace(model: nn.Module, call: Call) -> Trace:
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         hint = " (it has scripted parts, which cannot be traced: script it after scaling)" if scripted else ""
         raise ValueError(f"example: the output of {type(model).__name__} does not depend on it{hint}")
-    return Trace(recorder.nodes, recorder.calls)
+    return Trace(type(model).__name__, recorder.nodes, recorder.calls)
