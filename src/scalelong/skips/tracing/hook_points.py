@@ -187,7 +187,7 @@ def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> L
         point = next(_slice_points(trace, path, reasons), None)
     if point is None:
         where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) has no module that receives both operands alone"
-        detail = "".join(f": {reason}" for reason in reasons[:1])
+        detail = f": {'; '.join(reasons)}" if reasons else ""
         raise ValueError(f"scaling.method: {method!r} scales both operands, but {where}{detail}; choose another method")
     return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
 
