@@ -187,9 +187,6 @@ def _match(scaling: Scaling, model: nn.Module) -> None:
         scaling.to(device=device, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------ methods that need a traced run
-
-
 def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
     """Fill in the width of what each skip is joined with, and its decoder stage."""
     if all(skip.size.main is not None for skip in skips):
@@ -218,9 +215,6 @@ def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list
         return [*detect_all(model, skips, call).operand_shapes()]
     except NoLongSkipsError:
         return [None] * len(skips)
-
-
-# ------------------------------------------------------------------------------------------------------------- as JSON
 
 
 def placement_of(model: nn.Module) -> Placement:

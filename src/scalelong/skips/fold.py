@@ -125,9 +125,6 @@ def _compare(expected: Tensor, folded: Tensor, skip: LongSkip, kappa: float, tol
     raise _refusal(skip, f"{deviates}; {remedy}keep the hooks, or pass a larger tolerance")
 
 
-# ------------------------------------------------------------------------------------------- which columns a skip reaches
-
-
 def _refusal(skip: LongSkip, reason: str) -> ValueError:
     return ValueError(f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in}): {reason}")
 
@@ -160,8 +157,8 @@ def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSk
         width = model.get_parameter(join.weight).shape[1]
         yield Columns(join.weight, 1, width - skip.size.channels, skip.size.channels)
         return
-    if path.kind != "cat":
-        raise _refusal(skip, f"it is joined by {path.kind}, which mixes it with the hidden state; keep the hooks")
+    if path.op.kind != "cat":
+        raise _refusal(skip, f"it is joined by {path.op.kind}, which mixes it with the hidden state; keep the hooks")
     seen = [path.join]
     for node in seen:
         for child in (trace.nodes[index] for index in trace.children[node]):

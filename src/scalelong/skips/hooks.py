@@ -143,9 +143,6 @@ def reset_compiled() -> None:
         torch.compiler.reset()
 
 
-# -------------------------------------------------------------------------------------------------------- state dicts
-
-
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: refuse weights that were trained with another scaling, before anything is loaded."""
     scaling = model._modules[ROOT_NAME]

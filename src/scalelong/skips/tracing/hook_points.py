@@ -47,7 +47,7 @@ class Detection:
 
     def operand_shapes(self) -> list[tuple[int, ...]]:
         """The shape of each skip where it is joined."""
-        return [self.trace.nodes[path.operand].shape for path in self.paths]
+        return [self.trace.nodes[path.nodes[-1]].shape for path in self.paths]
 
 
 def detect(model: nn.Module, call: Call) -> Detection:
@@ -62,9 +62,6 @@ def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detec
     if len(found.paths) != len(skips):
         raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
     return found
-
-
-# --------------------------------------------------------------------------------------------------------- hook points
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
         if all(_same_point(trace, other, found) for other in path.earlier):
             return found
         reasons.append(f"{found.call.name} is called several times, not always with this skip")
-    where = f"made in {trace.module_name(path.source)} and joined by {path.kind} in {trace.module_name(path.join)}"
+    where = f"made in {trace.module_name(path.source)} and joined by {path.op.kind} in {trace.module_name(path.join)}"
     detail = "; ".join(dict.fromkeys(reasons)) or "no module receives the skip by itself"
     remedy = "let a module of its own take the skip as an argument and join it"
     raise refusal(trace, f"the skip {where} cannot be scaled without touching anything else: {detail}; {remedy}")
@@ -149,7 +146,7 @@ def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[
                 arguments = [(name, slot) for name, slot in given if isinstance(slot, Argument)]
                 total = sum(path.op.sizes)
                 slots = [(name, ChannelSlice(slot, start, size, path.op.dim, total)) for name, slot in arguments]
-                yield HookPoint(calls[0], slots[0][1], path.operand, tuple(slots[1:]))
+                yield HookPoint(calls[0], slots[0][1], path.nodes[-1], tuple(slots[1:]))
                 return
             reasons.append(trouble)
         children = trace.children[node]
@@ -181,8 +178,8 @@ def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
 
 def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
     """The skip with hook points that receive the whole concatenation; a ValueError if there are none."""
-    point, reasons = None, [f"it is joined by {path.kind}, with {len(path.op.operands)} operands"]
-    if path.kind == "cat" and len(path.op.operands) == 2 and not path.earlier:
+    point, reasons = None, [f"it is joined by {path.op.kind}, with {len(path.op.operands)} operands"]
+    if path.op.kind == "cat" and len(path.op.operands) == 2 and not path.earlier:
         reasons = []
         point = next(_slice_points(trace, path, reasons), None)
     if point is None:
@@ -190,9 +187,6 @@ def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> L
         detail = f": {'; '.join(reasons)}" if reasons else ""
         raise ValueError(f"scaling.method: {method!r} scales both operands, but {where}{detail}; choose another method")
     return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
-
-
-# ------------------------------------------------------------------------------------------------------ behind the norm
 
 
 def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
@@ -227,11 +221,8 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
         slot = call.inputs[0][0]
         if use.name == "group_norm" and call.returned == {use.index}:
             yield call.name, OutputChannels(start, size)
-        elif use.weighted and isinstance(slot, Argument):
+        elif use.weight and isinstance(slot, Argument):
             yield call.name, ChannelSlice(slot, start, size, 1, sum(path.op.sizes))
-
-
-# ------------------------------------------------------------------------------------------------------ names and sizes
 
 
 def _made_in(trace: Trace, node: int) -> str:
@@ -271,7 +262,7 @@ def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
         return path.op.dim == ndim - 1
     seen = [path.join]
     for node in seen:
-        if trace.nodes[node].weighted:
+        if trace.nodes[node].weight:
             return not trace.nodes[node].name.startswith("conv")
         seen += [child for child in trace.children[node] if child not in seen]
     return False

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalelong.skips.tracing.trace import Join, Kind, Node, Trace
+from scalelong.skips.tracing.trace import Join, Node, Trace
 
 MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
 BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"})
@@ -37,21 +37,6 @@ class SkipPath:
     owner: int  # the innermost module call that contains the whole path, -1 if none does
     around_one_module: bool  # join(x, f(x)) with a single module f
     earlier: tuple[SkipPath, ...] = ()  # earlier joins of the same source, by earlier calls of the same module
-
-    @property
-    def operand(self) -> int:
-        return self.nodes[-1]
-
-    @property
-    def kind(self) -> Kind:
-        return self.op.kind
-
-
-def find_skip_paths(trace: Trace) -> list[SkipPath]:
-    """All skip paths in the order of their joins, except those of dense blocks, where one join has several."""
-    by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
-    dense = {path.source for found in by_join if len(found) > 1 for path in found}
-    return [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
 
 
 def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
@@ -90,7 +75,7 @@ def _is_long_enough(trace: Trace, nodes: tuple[int, ...], main: int) -> bool:
 
 
 def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
-    return sum(trace.nodes[node].weighted for node in nodes[1:])
+    return sum(trace.nodes[node].weight is not None for node in nodes[1:])
 
 
 def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
@@ -103,24 +88,23 @@ def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
     return shared[-1] if shared else -1, single
 
 
-# ------------------------------------------------------------------------------------------------------------- nesting
-
-
 Nest = tuple[list[SkipPath], str | None]  # paths that enclose each other, outermost first; why they cannot be scaled
 
 
 def find_long_skips(trace: Trace) -> list[SkipPath]:
     """The long skips of a traced network, outermost first; `NoLongSkipsError` says why there are none."""
+    by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
+    crowded = [found for found in by_join if len(found) > 1]  # joins of dense blocks
+    dense = {path.source for found in crowded for path in found}
+    paths = [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
     groups: dict[tuple[object, ...], list[SkipPath]] = defaultdict(list)
-    paths = find_skip_paths(trace)
     for path in paths:
-        owner = type(trace.calls[path.owner].module) if path.owner >= 0 else None
-        groups[owner, path.kind, path.kind == "add" and path.around_one_module].append(path)
+        around = path.op.kind == "add" and path.around_one_module
+        groups[_module_class(trace, path.owner), path.op.kind, around].append(path)
     nests = [_nest_of(trace, group) for group in groups.values()]
     longest = max((len(nest) for nest, _ in nests), default=0)
     if longest == 0:
-        crowded = next((n.index for n in trace.nodes if len(list(_paths_to(trace, n))) > 1), None)
-        detail = "" if crowded is None else f", or several at once, as in {trace.module_name(crowded)}"
+        detail = f", or several at once, as in {trace.module_name(crowded[0][0].join)}" if crowded else ""
         raise refusal(trace, f"it has no long skip connections: tensors are joined only within one block{detail}")
     tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
     clean = [nest for nest, trouble in tied if trouble is None]
@@ -136,7 +120,7 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
         what = "something in the same way that does not come straight from the layers before it"
         missed = f"{trace.module_name(join)} joins {what}"
     elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
-        missed = f"{trace.module_name(other.join)} joins another (by {other.kind}) in another way or class of module"
+        missed = f"{trace.module_name(other.join)} joins another (by {other.op.kind}) in another way or class of module"
     if missed:
         raise refusal(trace, f"{longest} of its skips are clear, but {missed}; not all skips would be scaled")
     return chosen
@@ -192,13 +176,13 @@ def _merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
 def _is_stack(group: Sequence[SkipPath]) -> bool:
     """Concatenations that pop a stack, with some entries twice in a row: an encoder stage that did nothing."""
     sources = [path.source for path in sorted(group, key=lambda path: path.join)]
-    popped = sources == sorted(sources, reverse=True) and all(path.kind == "cat" for path in group)
+    popped = sources == sorted(sources, reverse=True) and all(path.op.kind == "cat" for path in group)
     return popped and 1 < len(set(sources)) < len(sources)
 
 
 def _is_block(trace: Trace, path: SkipPath) -> bool:
     """x + f(x) around one module or in a module that receives x, or x concatenated with several branches of it."""
-    if path.kind == "cat":
+    if path.op.kind == "cat":
         return sum(each is not None and trace.leads_to(path.source, each) for each in path.op.operands) > 2
     if path.owner < 0 or path.around_one_module:
         return path.owner >= 0
@@ -215,9 +199,6 @@ def _modules_in_a_row(trace: Trace, paths: Sequence[SkipPath]) -> int:
     return count
 
 
-# ------------------------------------------------------------------------------------------------ skips that were missed
-
-
 def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> SkipPath | None:
     """A long skip of another group: it nests with all chosen ones, or others nest with it, as in a second U."""
     for nest, trouble in nests:
@@ -226,7 +207,7 @@ def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> Sk
         if len(nest) > 1 and trouble is None:
             return nest[0]
         for path in nest:
-            added = path.kind == "add" and trace.nodes[path.join].call == path.owner
+            added = path.op.kind == "add" and trace.nodes[path.join].call == path.owner
             if added and all(_is_inside(path, each) for each in chosen):
                 continue  # the residual of the middle
             if all(_is_inside(path, each) or _is_inside(each, path) for each in chosen):
@@ -236,10 +217,10 @@ def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> Sk
 
 def _same_around(nest: Sequence[SkipPath], paths: Sequence[SkipPath]) -> SkipPath | None:
     """If the chosen ones are x + f(x) with the next inside f: another such path around the innermost."""
-    if nest[0].kind != "add" or not nest[0].around_one_module:
+    if nest[0].op.kind != "add" or not nest[0].around_one_module:
         return None
     known = _joins(nest)
-    alike = (path for path in paths if path.kind == "add" and path.around_one_module and path.join not in known)
+    alike = (path for path in paths if path.op.kind == "add" and path.around_one_module and path.join not in known)
     return next((path for path in alike if _is_inside(nest[-1], path)), None)
 
 
@@ -254,19 +235,18 @@ def _joins(nest: Sequence[SkipPath]) -> set[int]:
 def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
     """A join like those of the nest, in a module of the same class, that is not among them."""
     explained = _joins(nest)
-    classes = {_module_class(trace, join) for join in explained}
+    classes = {_module_class(trace, trace.nodes[join].call) for join in explained}
     for node in trace.nodes:
         join = node.join
-        if node.index in explained or join is None or join.kind != nest[0].kind or join.kind == "add":
+        if node.index in explained or join is None or join.kind != nest[0].op.kind or join.kind == "add":
             continue  # adds are everywhere
         if node.index < min(explained) and len(trace.stack(node.index)) <= 1:
             continue  # the model itself joins conditions to its input
         operands = [operand for operand in join.operands if operand is not None and trace.depth[operand]]
-        if len(operands) > 1 and _module_class(trace, node.index) in classes:
+        if len(operands) > 1 and _module_class(trace, node.call) in classes:
             return node.index
     return None
 
 
-def _module_class(trace: Trace, node: int) -> type | None:
-    call = trace.nodes[node].call
+def _module_class(trace: Trace, call: int) -> type | None:
     return type(trace.calls[call].module) if call >= 0 else None

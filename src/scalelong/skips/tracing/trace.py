@@ -1,6 +1,6 @@
 """One forward pass as a graph: which tensor was computed from which, in which module call.
 
-Nodes are tensors that depend on the input, in the order they were computed. A node is `weighted` if its op mixes the data
+Nodes are tensors that depend on the input, in the order they were computed. A node has a `weight` if its op mixes the data
 with a weight matrix or kernel of the model. A module call is an interval of nodes.
 """
 
@@ -68,10 +68,6 @@ class Node:
     weight: str | None = None  # name of the weight matrix or kernel that the data was mixed with
     join: Join | None = None
 
-    @property
-    def weighted(self) -> bool:
-        return self.weight is not None
-
 
 @dataclass
 class ModuleCall:
@@ -107,7 +103,7 @@ class Trace:
         self.depth: list[int] = []  # number of weighted ops that a node depends on
         for node in self.nodes:
             bits = 1 << node.index
-            weighted |= bits if node.weighted else 0
+            weighted |= bits if node.weight else 0
             for parent in node.parents:
                 bits |= self.ancestors[parent]
                 self.children[parent].append(node.index)
@@ -119,7 +115,7 @@ class Trace:
 
     def weights_between(self, first: int, last: int, at_most: int) -> int:
         """Number of weighted ops on the paths from `first` to `last`, capped at `at_most`."""
-        weighted = (node.index for node in self.nodes[first + 1 : last + 1] if node.weighted)
+        weighted = (node.index for node in self.nodes[first + 1 : last + 1] if node.weight)
         between = (node for node in weighted if self.leads_to(first, node) and self.leads_to(node, last))
         return sum(1 for _ in itertools.islice(between, at_most))
 

@@ -145,9 +145,6 @@ def add_noise(model: nn.Module) -> None:
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-# --------------------------------------------------------------------------------------------------- the oracle's modes
-
-
 class _ScaleOperand(CountingMode):
     """Scale the operand of a path's joins by a factor; keep the outputs of the `watched` ops."""
 
@@ -192,8 +189,6 @@ class _ScaleSlices(CountingMode):
         factors.narrow(0, *self.channels).fill_(self.factor)
         return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
 
-
-# -------------------------------------------------------------------------------------------------- runs and comparison
 
 _Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
 
@@ -249,9 +244,6 @@ def _largest(tensors: Iterable[Tensor]) -> float:
     return max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
 
 
-# --------------------------------------------------------------------------------------------------------------- reach
-
-
 def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) -> list[Reach]:
     """The reach of each skip on this example; unchanged if it cannot be measured (no values, joins not visible)."""
     if is_meta(model):
@@ -281,12 +273,12 @@ def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Rea
 
 def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
     """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives."""
-    if trace.nodes[join].weighted:  # addmm of a fused layer
+    if trace.nodes[join].weight:  # addmm of a fused layer
         return [join]
     seen, last = [join], set()
     for node in seen:
         for child in trace.children[node]:
-            if trace.nodes[child].weighted or trace.nodes[child].join is not None:
+            if trace.nodes[child].weight or trace.nodes[child].join is not None:
                 last.add(node)
             elif child not in seen:
                 seen.append(child)
