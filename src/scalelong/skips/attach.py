@@ -104,8 +104,9 @@ def apply(
     with torch.inference_mode(False):  # gates created in inference mode could not be trained
         scaling = config.build([skip.size for skip in skips], len(branches))
         _match(scaling, model)
-    if scaling.changes_main:
-        skips = _holding_both(model, skips, call, method)
+    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in skips):
+        found = detect_all(model, skips, call or generated_example(model))
+        skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
     hooks.attach(model, skips, scaling, branches)
     if call is not None and (detected or placement != "before") and not is_meta(model):
         try:
@@ -179,11 +180,9 @@ def _match(scaling: Scaling, model: nn.Module) -> None:
     """Move the scaling to the mode of the model, and to the device and dtype of most of its weights."""
     scaling.train(model.training)
     weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            weights[parameter.device, parameter.dtype] += parameter.numel()
-    if weights:
-        (device, dtype), _ = weights.most_common(1)[0]
+    for parameter in (p for p in model.parameters() if p.is_floating_point()):
+        weights[parameter.device, parameter.dtype] += parameter.numel()
+    for (device, dtype), _ in weights.most_common(1):
         scaling.to(device=device, dtype=dtype)
 
 
@@ -194,19 +193,9 @@ def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -
     found = detect_all(model, skips, call or generated_example(model))
     resolutions = [shape[2:] if len(shape) == 4 else () for shape in found.operand_shapes()]
     stages = {size: at for at, size in enumerate(sorted(set(resolutions) - {()}), start=1)}
-    filled = []
-    for skip, path, size in zip(skips, found.paths, resolutions, strict=True):
-        main = path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None
-        filled.append(replace(skip, size=replace(skip.size, main=main, stage=stages.get(size))))
-    return filled
-
-
-def _holding_both(model: nn.Module, skips: list[LongSkip], call: Call | None, method: str) -> list[LongSkip]:
-    """Move the hooks to modules that receive both operands of the join."""
-    if all(isinstance(skip.slot, Fused) and skip.slot.main is not None for skip in skips):
-        return skips
-    found = detect(model, call or generated_example(model))
-    return [holding_both(found.trace, path, skip, method) for path, skip in zip(found.paths, skips, strict=True)]
+    mains = [path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None for path in found.paths]
+    known = zip(skips, mains, resolutions, strict=True)
+    return [replace(skip, size=replace(skip.size, main=main, stage=stages.get(at))) for skip, main, at in known]
 
 
 def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[tuple[int, ...] | None]:

@@ -15,11 +15,7 @@ from scalelong.skips.long_skip import Call
 
 
 def as_call(example: Any) -> Call:
-    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs).
-
-    >>> as_call((1, 2)), as_call({"x": 1}), as_call(((1,), {"t": 2}))
-    (((1, 2), {}), ((), {'x': 1}), ((1,), {'t': 2}))
-    """
+    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs)."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):

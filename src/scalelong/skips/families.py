@@ -56,10 +56,7 @@ def known_skips(model: nn.Module) -> list[LongSkip] | None:
 
 
 def generated_example(model: nn.Module, full_size: bool = False) -> Call:
-    """Random inputs for models of the most common classes; ValueError for others.
-
-    full_size: images at the model's native resolution rather than the smallest possible.
-    """
+    """Random inputs for models of the most common classes, of the native or the smallest possible size."""
     family = known_family(model)
     if family is None or family.example is None:
         none = f"example: none was given, and none can be generated for a {type(model).__name__}"
@@ -69,12 +66,7 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists.
-
-    >>> from diffusers import UNet1DModel
-    >>> stages(UNet1DModel())
-    ['down_blocks.0', 'down_blocks.1', 'down_blocks.2', 'mid_block', 'up_blocks.0', 'up_blocks.1', 'up_blocks.2']
-    """
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists."""
     family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
     if family is not None:
         groups: Sequence[str] = [name for name in family.stages if name in modules]
@@ -88,7 +80,7 @@ def stages(model: nn.Module) -> list[str]:
         found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
     if not found:
         raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= some of {list(children)}"
+            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
         )
     return found
 
@@ -97,13 +89,9 @@ def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
     """For each block in order, the modules whose outputs are added to the residual stream; ValueError if not known."""
     family = known_family(model)
     if family is None or not family.branches:
-        raise ValueError(
-            f"scaling.method: 'rezero' and 'stable_tau' are for scalelong.UViT, got {type(model).__name__}"
-        )
+        raise ValueError(f"scaling.method: this method is only for scalelong.UViT, got {type(model).__name__}")
     return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
 
-
-# ------------------------------------------------------------------------------------------------- diffusers and MONAI
 
 TUPLE = Argument(1, "res_hidden_states_tuple")
 LIST = Argument(1, "res_hidden_states_list")
@@ -221,9 +209,6 @@ def _unidiffuser(model: Any) -> Iterator[Found]:
     yield from _u_transformer(model.transformer, "transformer.", tokens)
 
 
-# -------------------------------------------------------------------------------------------------------- this package
-
-
 def _uvit(model: Any) -> Iterator[Found]:
     """x Wx + kappa * (s Ws), without a concatenation."""
     blocks = len(model.out_blocks)
@@ -239,9 +224,6 @@ def _matrix_unet(model: Any) -> Iterator[Found]:
     """Eq. 3: inner + kappa * skip."""
     for b in reversed(range(len(model.joins))):
         yield f"a.{b}", f"joins.{b}", SkipSize(model.width), "full", f"joins.{b}", Fused(Argument(1, "skip"))
-
-
-# ------------------------------------------------------------------------------------------------------ example inputs
 
 
 class _Random:
@@ -299,8 +281,6 @@ def _uvit_inputs(model: Any, random: _Random) -> Inputs:
         inputs["context"] = random(1, config.text_tokens, config.text_dim)
     return inputs
 
-
-# ----------------------------------------------------------------------------------------------------------- the table
 
 _GUIDED_DIFFUSION = ("input_blocks", "middle_block", "output_blocks")  # stages of many models that are not in the table
 _TRANSFORMER = ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks")

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.attach import remove
-from scalelong.skips.example import is_meta, merge_example, own_copy, run_example, tensors_in, undisturbed
+from scalelong.skips.example import is_meta, merge_example, undisturbed
 from scalelong.skips.families import generated_example
-from scalelong.skips.hooks import attached_skips, replace_scaling, scaling_of
+from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
 from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import Node, Trace
-from scalelong.skips.tracing.verify import comparable_copies, detect_unhooked
+from scalelong.skips.tracing.verify import Copies, run
 
 POSITIVELY_HOMOGENEOUS = frozenset({  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "clone", "contiguous", "to", "type", "type_as", "float"),
@@ -31,8 +31,10 @@ POSITIVELY_HOMOGENEOUS = frozenset({  # f(kappa x) = kappa f(x) for kappa > 0, c
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "movedim", "reshape", "view", "flatten", "neg", "detach"),
 })  # fmt: skip
 CANCELS = frozenset({"group_norm", "instance_norm"})
-LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+INPUT_DIM = {  # dimension of a layer's weight that its input channels index
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), 1),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -81,31 +83,21 @@ def _checked_changes(
     model: nn.Module, values: tuple[float, ...], call: Call, tolerance: float | None
 ) -> Iterator[tuple[Columns, float]]:
     """The columns to scale; after each skip, a copy folded up to it is compared with one whose hooks are on up to it."""
-    skips = attached_skips(model)
     with undisturbed(model):
-        hooked, plain, call, _ = comparable_copies(model, call)
-        test = ConstantScaling([1.0] * len(skips))
-        replace_scaling(hooked, test)
-        found = detect_unhooked(plain, skips, call)
-        allowed = 1e-6 if tolerance is None else tolerance
-        for skip, path, kappa in zip(skips, found.paths, values, strict=True):
+        copies, allowed = Copies(model, call), 1e-6 if tolerance is None else tolerance
+        plain = copies.plain
+        for (skip, path), kappa in zip(copies.skips, values, strict=True):
             if kappa == 1.0:
                 continue
-            columns = _columns_after_norm(plain, skip) if skip.after_norm else _columns(plain, found.trace, path, skip)
+            columns = _columns_after_norm(plain, skip) if skip.after_norm else _columns(plain, copies.trace, path, skip)
             for each in columns:
                 dtype = model.get_parameter(each.weight).dtype  # rounded as it will be stored
                 each.scale(plain, kappa, dtype)
                 allowed = max(allowed, torch.finfo(dtype).eps) if tolerance is None else tolerance
-            test.values = tuple(value if i <= skip.index else 1.0 for i, value in enumerate(values, start=1))
-            _compare(_output(hooked, call), _output(plain, call), skip, kappa, allowed)
+            copies.scaling.values = tuple(value if i <= skip.index else 1.0 for i, value in enumerate(values, start=1))
+            expected, folded = (run(each, copies.call, gradients=False) for each in (copies.hooked, plain))
+            _compare(expected["outputs"][0].double(), folded["outputs"][0].double(), skip, kappa, allowed)
             yield from ((each, kappa) for each in columns)
-
-
-def _output(model: nn.Module, call: Call) -> Tensor:
-    with undisturbed(model), torch.no_grad():
-        torch.manual_seed(0)
-        result = run_example(model, own_copy(call))
-        return torch.cat([t.double().flatten() for t in tensors_in(result) if t.is_floating_point()])
 
 
 def _compare(expected: Tensor, folded: Tensor, skip: LongSkip, kappa: float, tolerance: float) -> None:
@@ -119,9 +111,7 @@ def _compare(expected: Tensor, folded: Tensor, skip: LongSkip, kappa: float, tol
     cause = causes.get(skip.reach, "the layers in between are not linear in kappa")
     exact = skip.reach in causes and not skip.after_norm  # with the other placement, which is another network
     remedy = "train with placement='after_norm', which folds exactly, " if exact else ""
-    deviates = (
-        f"with kappa {kappa:.4g} it would deviate by {deviation:.1e}, more than tolerance={tolerance:.1e}: {cause}"
-    )
+    deviates = f"kappa {kappa:.4g} would deviate by {deviation:.1e}, more than tolerance={tolerance:.1e}: {cause}"
     raise _refusal(skip, f"{deviates}; {remedy}keep the hooks, or pass a larger tolerance")
 
 
@@ -165,7 +155,7 @@ def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSk
             if child.weight is not None:
                 if trouble := _trouble_of_layer(model, trace, child, child.weight, times):
                     raise _refusal(skip, f"{child.weight} is {trouble}, so it cannot replace kappa; keep the hooks")
-                yield Columns(child.weight, 0 if child.name in TRANSPOSED else 1, *path.op.channels(path.position))
+                yield Columns(child.weight, INPUT_DIM[child.name], *path.op.channels(path.position))
             elif child.name in POSITIVELY_HOMOGENEOUS:
                 seen += [child.index] if child.index not in seen else []
             elif child.name not in CANCELS:
@@ -178,4 +168,4 @@ def _trouble_of_layer(model: nn.Module, trace: Trace, node: Node, weight: str, t
         return f"used {uses} times in one forward, not only on this skip"
     if getattr(model.get_submodule(weight.rpartition(".")[0]), "groups", 1) != 1:
         return "a grouped convolution"
-    return None if node.name in LAYERS | TRANSPOSED else f"used by {node.name}, not by a linear layer or convolution"
+    return None if node.name in INPUT_DIM else f"used by {node.name}, not by a linear layer or convolution"

@@ -33,12 +33,12 @@ def attach(
 ) -> None:
     """Hook all consumers and residual branches (module names per block), and register the scaling at the root."""
     attachments = {name: Attachment(scaling, block=block) for block, names in enumerate(branches) for name in names}
-    for index, name, slot in ((skip.index, name, slot) for skip in skips for name, slot in skip.hook_points):
+    for skip, (name, slot) in ((each, point) for each in skips for point in each.hook_points):
         here = attachments.get(name, Attachment(scaling))
         if isinstance(slot, OutputChannels):
-            attachments[name] = replace(here, outputs=(*here.outputs, (index, slot)))
+            attachments[name] = replace(here, outputs=(*here.outputs, (skip.index, slot)))
         else:
-            attachments[name] = replace(here, inputs=(*here.inputs, (index, slot)))
+            attachments[name] = replace(here, inputs=(*here.inputs, (skip.index, slot)))
     for name, here in attachments.items():
         module = model.get_submodule(name)
         object.__setattr__(module, ATTACHMENT, here)
@@ -162,15 +162,11 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
             fit = f"shape {tuple(given[key].shape)} does not fit {tuple(value.shape)} of {scaling.config}"
             raise ValueError(f"state_dict.{here}{key}: {fit} on {scaling.num_skips} skips; {remedy}")
     for key, value in _constants(scaling).items():
-        if given[key].is_meta:
-            continue
-        if not torch.allclose(given[key].double().cpu(), value.double(), rtol=1e-2, atol=1e-6):  # may be half precision
-            theirs, ours = (
-                [round(number, 4) for number in tensor.flatten().tolist()] for tensor in (given[key], value)
-            )
-            raise ValueError(
-                f"state_dict.{here}{key}: the weights were trained with {theirs}, the model applies {ours}; {remedy}"
-            )
+        theirs = value if given[key].is_meta else given[key].float().cpu()
+        if not torch.allclose(theirs, value, rtol=1e-2, atol=1e-6):  # they may be rounded to half precision
+            trained, applied = ([round(number, 4) for number in each.flatten().tolist()] for each in (theirs, value))
+            numbers = f"the weights were trained with {trained}, the model applies {applied}"
+            raise ValueError(f"state_dict.{here}{key}: {numbers}; {remedy}")
 
 
 def restore_constants(model: nn.Module, *_: Any) -> None:

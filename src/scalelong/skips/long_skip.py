@@ -81,9 +81,8 @@ class ChannelSlice:
         if self.total is not None and width != self.total:
             given = f"its consumer received {width} channels, not the {self.total} that contain the skip"
             raise ValueError(f"skip {index}: {given}; use an example that takes the same path through the model")
-        before, skip, after = _split(joined, self.start % width, self.channels, self.dim)
-        parts = [scaling.scale_main(index, before), scaling(index, skip), scaling.scale_main(index, after)]
-        return self.argument.put(call, torch.cat([part for part in parts if part.shape[self.dim]], dim=self.dim))
+        start = self.start % width
+        return self.argument.put(call, _scale_slice(joined, start, self.channels, self.dim, index, scaling))
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,13 @@ class OutputChannels:
     channels: int
 
     def scale_output(self, output: Tensor, index: int, scaling: Scaling) -> Tensor:
-        before, skip, after = _split(output, self.start, self.channels, 1)
-        return torch.cat([part for part in (before, scaling(index, skip), after) if part.shape[1]], dim=1)
+        return _scale_slice(output, self.start, self.channels, 1, index, scaling)
 
 
-def _split(tensor: Tensor, start: int, size: int, dim: int) -> tuple[Tensor, ...]:
-    return torch.split(tensor, [start, size, tensor.shape[dim] - start - size], dim=dim)
+def _scale_slice(joined: Tensor, start: int, size: int, dim: int, index: int, scaling: Scaling) -> Tensor:
+    before, skip, after = torch.split(joined, [start, size, joined.shape[dim] - start - size], dim=dim)
+    parts = [scaling.scale_main(index, before), scaling(index, skip), scaling.scale_main(index, after)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim=dim)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
 
 def _argument_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[HookPoint]:
     """The innermost call around the join that receives the skip."""
-    for index in reversed(trace.stack(path.join)):
+    for index in reversed(trace.stack(trace.nodes[path.join].call)):
         call = trace.calls[index]
         for slot, node in call.inputs:
             if node not in path.nodes:
@@ -138,14 +138,13 @@ def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[
     node = path.join
     while True:
         receiving = [call for call in trace.calls if call.start > node and node in [n for _, n in call.inputs]]
-        outer = [call for call in receiving if not any(other in receiving for other in _around(trace, call))]
+        outer = [call for call in receiving if not {other.index for other in receiving} & {*trace.stack(call.parent)}]
         for calls in [[call] for call in receiving] + [outer] * (len(outer) > 1):
             trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
+                where = (start, size, path.op.dim, sum(path.op.sizes))
                 given = [(call.name, slot) for call in calls for slot, n in call.inputs if n == node]
-                arguments = [(name, slot) for name, slot in given if isinstance(slot, Argument)]
-                total = sum(path.op.sizes)
-                slots = [(name, ChannelSlice(slot, start, size, path.op.dim, total)) for name, slot in arguments]
+                slots = [(name, ChannelSlice(slot, *where)) for name, slot in given if isinstance(slot, Argument)]
                 yield HookPoint(calls[0], slots[0][1], path.nodes[-1], tuple(slots[1:]))
                 return
             reasons.append(trouble)
@@ -167,13 +166,6 @@ def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> s
     if not all(any(call.holds(child) for call in calls) for child in trace.children[node]):
         return f"the concatenation is used by {' and '.join(call.name for call in calls)} and elsewhere"
     return None
-
-
-def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
-    """The calls that contain a call, the nearest first."""
-    while call.parent >= 0:
-        call = trace.calls[call.parent]
-        yield call
 
 
 def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
@@ -227,7 +219,7 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
 
 def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
-    around = [trace.calls[index] for index in trace.stack(node)]
+    around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
     giving = [call for call in around if call.returned == {node} and call.parent >= 0]
     return next((call.name for call in giving + around[::-1]), "")
 
@@ -243,15 +235,11 @@ def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
     last = _channels_last(trace, path, len(shape))
     if not last or len(shape) != 3:
         return SkipSize(shape[-1] if last else shape[1], channels_last=last)
-    batch_dim = int(shape[0] != shape[1] == _batch_size(trace))
+    given = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
+    one_each = [each[0] for each in given if len(each) == 1 and each[0] > 1]  # times or labels
+    batch_size = next(iter([*one_each, *(each[0] for each in given)]), 0)
+    batch_dim = int(shape[0] != shape[1] == batch_size)
     return SkipSize(shape[-1], shape[1 - batch_dim], channels_last=True, batch_dim=batch_dim)
-
-
-def _batch_size(trace: Trace) -> int:
-    """The length of the example's times or labels; without any, its first dimension."""
-    shapes = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
-    one_each = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1]
-    return next(iter(one_each), shapes[0][0] if shapes else 0)
 
 
 def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:

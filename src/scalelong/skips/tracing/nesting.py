@@ -40,12 +40,10 @@ class SkipPath:
 
 
 def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
-    operands = [
-        (at, operand) for at, operand in enumerate(node.join.operands if node.join else ()) if operand is not None
-    ]
-    if node.join is None or len(operands) < 2:
+    if node.join is None:
         return
-    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand])
+    operands = [(position, operand) for position, operand in enumerate(node.join.operands) if operand is not None]
+    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand], default=-1)
     for position, operand in operands:
         nodes = _nodes_between(trace, operand, main) if operand != main else None
         if nodes is None or not _is_long_enough(trace, nodes, main):
@@ -81,7 +79,7 @@ def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
 def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
     """The innermost call that contains the path, and whether it makes the main path in a single call and joins it itself."""
     first = min(child for child in trace.children[source] if trace.leads_to(child, main))
-    around, path = trace.stack(join), trace.stack(first)
+    around, path = trace.stack(trace.nodes[join].call), trace.stack(trace.nodes[first].call)
     shared = [a for a, b in zip(around, path, strict=False) if a == b]
     inner = path[len(shared)] if len(path) > len(shared) else None
     single = around == shared and inner is not None and trace.calls[inner].holds(main)
@@ -146,8 +144,8 @@ def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
     if rest is None:
         return nest, None
     where = f"the one from {trace.module_name(rest.source)} to {trace.module_name(rest.join)} does not fit in"
-    remedy = "scale each U-shaped part of the model separately"
-    return nest, f"{len(nest)} of them enclose each other, but {where}; {remedy}"
+    clear = f"{len(nest)} of them enclose each other, but {where}"
+    return nest, f"{clear}; scale each U-shaped part of the model separately"
 
 
 def longest_nest(paths: Sequence[SkipPath]) -> list[SkipPath]:
@@ -240,7 +238,7 @@ def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
         join = node.join
         if node.index in explained or join is None or join.kind != nest[0].op.kind or join.kind == "add":
             continue  # adds are everywhere
-        if node.index < min(explained) and len(trace.stack(node.index)) <= 1:
+        if node.index < min(explained) and len(trace.stack(node.call)) <= 1:
             continue  # the model itself joins conditions to its input
         operands = [operand for operand in join.operands if operand is not None and trace.depth[operand]]
         if len(operands) > 1 and _module_class(trace, node.call) in classes:

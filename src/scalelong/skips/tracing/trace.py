@@ -119,9 +119,9 @@ class Trace:
         between = (node for node in weighted if self.leads_to(first, node) and self.leads_to(node, last))
         return sum(1 for _ in itertools.islice(between, at_most))
 
-    def stack(self, node: int) -> list[int]:
-        """Module calls around a node, outermost first."""
-        calls, call = [], self.nodes[node].call
+    def stack(self, call: int) -> list[int]:
+        """A module call and those around it, outermost first."""
+        calls = []
         while call >= 0:
             calls.append(call)
             call = self.calls[call].parent

@@ -13,9 +13,10 @@ kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from scalelong.skips.example import is_meta, map_tensors, merge_example, own_cop
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
-from scalelong.skips.tracing.hook_points import Detection, detect_all
+from scalelong.skips.tracing.hook_points import detect_all
 from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
 from scalelong.skips.tracing.trace import JOIN_OPS, CountingMode, Trace
 
@@ -88,48 +89,47 @@ def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> 
     if is_meta(model):
         raise ValueError("model: it is on the meta device and has no values to check; verify a small copy of it")
     call = merge_example(example, args, kwargs) or generated_example(model)
-    skips = attached_skips(model)
     with undisturbed(model):
-        hooked, plain, call, dtype = comparable_copies(model, call)
-        found = detect_unhooked(plain, skips, call)
-        test = ConstantScaling([1.0] * len(skips))
-        replace_scaling(hooked, test)
-        unscaled = _run(plain, call)
+        copies = Copies(model, call)
+        unscaled = run(copies.plain, copies.call)
         checks = []
-        for skip, path in zip(skips, found.paths, strict=True):
-            test.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
-            oracle = _ScaleSlices(found.trace, path, FACTOR) if skip.after_norm else _ScaleOperand(path, FACTOR)
-            checks.append(_check(skip, _run(hooked, call), _run(plain, call, oracle), unscaled, dtype))
-    return VerificationReport(type(model).__name__, dtype, tuple(checks))
+        for skip, path in copies.skips:
+            copies.scaling.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(copies.skips) + 1))
+            oracle = _ScaleSlices(copies.trace, path, FACTOR) if skip.after_norm else _ScaleOperand(path, FACTOR)
+            results = run(copies.hooked, copies.call), run(copies.plain, copies.call, oracle), unscaled
+            checks.append(_check(skip, *results, copies.dtype))
+    return VerificationReport(type(model).__name__, copies.dtype, tuple(checks))
 
 
-def detect_unhooked(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
-    """Find the skips in a copy without hooks; `VerificationError` if they are not those that are scaled."""
-    try:
-        return detect_all(plain, skips, call)
-    except NoLongSkipsError as error:
-        raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
+class Copies:
+    """A scaled model with and without its hooks, with the same noise; in double precision if its forward supports it.
 
+    `scaling` replaces the coefficients of the hooked copy; `skips` pairs its skips with the paths traced in the plain one.
+    """
 
-def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Module, Call, torch.dtype]:
-    """The model with and without its hooks, with the same noise; in double precision if its forward supports it."""
-    hooked = copy.deepcopy(model)
-    for module in hooked.modules():
-        for name in CHECKPOINTING:
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        skips = attached_skips(model)
+        self.hooked, self.call, self.scaling = copy.deepcopy(model), call, ConstantScaling([1.0] * len(skips))
+        for module, name in itertools.product(self.hooked.modules(), CHECKPOINTING):
             if getattr(module, name, False) is True:
                 setattr(module, name, False)  # the oracle does not see what the backward pass recomputes
-    add_noise(hooked)
-    plain = copy.deepcopy(hooked)
-    detach(plain)
-    try:
-        doubled = copy.deepcopy(plain).double()
-        args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, own_copy(call))
-        with undisturbed(doubled), torch.no_grad():
-            run_example(doubled, own_copy((args, kwargs)))
-    except Exception:  # noqa: BLE001 - a forward that fixes its own precision is checked in that
-        dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
-        return hooked, plain, call, dtype
-    return hooked.double(), doubled, (args, kwargs), torch.float64
+        add_noise(self.hooked)
+        self.plain = copy.deepcopy(self.hooked)
+        detach(self.plain)
+        self.dtype = next((p.dtype for p in self.plain.parameters() if p.is_floating_point()), torch.float32)
+        with suppress(Exception):  # a forward that fixes its own precision is checked in that
+            doubled = copy.deepcopy(self.plain).double()
+            args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, own_copy(call))
+            with undisturbed(doubled), torch.no_grad():
+                run_example(doubled, own_copy((args, kwargs)))
+            self.hooked, self.plain, self.call = self.hooked.double(), doubled, (args, kwargs)
+            self.dtype = torch.float64
+        replace_scaling(self.hooked, self.scaling)
+        try:
+            found = detect_all(self.plain, skips, self.call)
+        except NoLongSkipsError as error:
+            raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
+        self.trace, self.skips = found.trace, list(zip(skips, found.paths, strict=True))
 
 
 def add_noise(model: nn.Module) -> None:
@@ -190,13 +190,15 @@ class _ScaleSlices(CountingMode):
         return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
 
 
-_Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
+Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
 
 
-def _run(model: nn.Module, call: Call, oracle: _ScaleOperand | _ScaleSlices | None = None) -> _Result:
+def run(
+    model: nn.Module, call: Call, oracle: _ScaleOperand | _ScaleSlices | None = None, gradients: bool = True
+) -> Result:
     """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
-    with undisturbed(model), torch.enable_grad():
-        leaves = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), own_copy(call))
+    with undisturbed(model), torch.set_grad_enabled(gradients):
+        leaves = map_tensors(lambda t: t.requires_grad_(gradients and t.is_floating_point()), own_copy(call))
         inputs = map_tensors(torch.clone, leaves)  # leaves cannot be modified in place
         torch.manual_seed(0)  # the same noise in every run
         with oracle or nullcontext():
@@ -212,11 +214,11 @@ def _run(model: nn.Module, call: Call, oracle: _ScaleOperand | _ScaleSlices | No
     wanted += [t for t in tensors_in(leaves) if t.requires_grad]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
     found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-    return {"outputs": [output.detach()], "gradients": gradients}
+    filled = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    return {"outputs": [output.detach()], "gradients": filled}
 
 
-def _check(skip: LongSkip, hooked: _Result, oracle: _Result, unscaled: _Result, dtype: torch.dtype) -> SkipCheck:
+def _check(skip: LongSkip, hooked: Result, oracle: Result, unscaled: Result, dtype: torch.dtype) -> SkipCheck:
     tolerance = 1e-6 if dtype == torch.float64 else (1e-2 if dtype == torch.float32 else 1e-1)
     shared = [what for what in hooked if what in oracle and what in unscaled]
     errors = {what: _relative_error(hooked[what], oracle[what], unscaled[what]) for what in shared}
