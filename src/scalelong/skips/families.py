@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from scalelong.skips.long_skip import Argument, Call, ChannelSlice, Fused, Item,
 
 Found = tuple[str, str, SkipSize, Reach, str, Slot]  # made_in, used_in, size, reach, consumer, slot
 Inputs = dict[str, Any]
+K_BLOCKS = {"KUpBlock2D", "KCrossAttnUpBlock2D"}  # join one skip per block and drop the others: such models are traced
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Family:
 
 def known_family(model: nn.Module) -> Family | None:
     """The entry of the model's class or of a base class."""
-    if _has_k_blocks(model):
+    blocks = getattr(model, "up_blocks", None)
+    if isinstance(blocks, nn.ModuleList) and {type(block).__name__ for block in blocks} & K_BLOCKS:
         return None
     names = (f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(model).__mro__)
     return next((FAMILIES[name] for name in names if name in FAMILIES), None)
@@ -97,24 +100,19 @@ TUPLE = Argument(1, "res_hidden_states_tuple")
 LIST = Argument(1, "res_hidden_states_list")
 
 
-def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
+def _unet(model: Any, argument: Argument = TUPLE) -> Iterator[Found]:
     """UNets whose up blocks receive a tuple of skips and take them from its end, one per ResNet block."""
-
-    def skips(model: Any) -> Iterator[Found]:
-        made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
-        for b, block in enumerate(model.down_blocks):
-            made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
-        last = model.down_blocks[-1].resnets[-1]
-        hidden = getattr(last, "spatial_res_block", last).out_channels
-        for b, block in enumerate(model.up_blocks):
-            consumer = f"up_blocks.{b}"
-            for r, resnet in enumerate(block.resnets):
-                core = getattr(resnet, "spatial_res_block", resnet)
-                size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
-                yield made.pop(), f"{consumer}.resnets.{r}", size, reach, consumer, Item(argument, -1 - r)
-                hidden = core.out_channels
-
-    return skips
+    made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
+    for b, block in enumerate(model.down_blocks):
+        made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
+    last = model.down_blocks[-1].resnets[-1]
+    hidden = getattr(last, "spatial_res_block", last).out_channels
+    for b, block in enumerate(model.up_blocks):
+        for r, resnet in enumerate(block.resnets):
+            core = getattr(resnet, "spatial_res_block", resnet)
+            size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
+            yield made.pop(), f"up_blocks.{b}.resnets.{r}", size, reach, f"up_blocks.{b}", Item(argument, -1 - r)
+            hidden = core.out_channels
 
 
 def _down_outputs(block: Any) -> list[str]:
@@ -128,13 +126,6 @@ def _layer_outputs(block: Any) -> list[str]:
     order = ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets")
     last = next(name for name in order if getattr(block, name, None) is not None)
     return [f"{last}.{i}" for i in range(len(block.resnets))]
-
-
-def _has_k_blocks(model: Any) -> bool:
-    """The K-upscaler's blocks join one skip per block and drop the others: those models are traced."""
-    blocks = getattr(model, "up_blocks", None)
-    k_blocks = ("KUpBlock2D", "KCrossAttnUpBlock2D")
-    return isinstance(blocks, nn.ModuleList) and any(type(block).__name__ in k_blocks for block in blocks)
 
 
 def _reach(norm: Any, hidden: int) -> Reach:
@@ -286,19 +277,21 @@ _GUIDED_DIFFUSION = ("input_blocks", "middle_block", "output_blocks")  # stages 
 _TRANSFORMER = ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks")
 
 FAMILIES: dict[str, Family] = {
-    "diffusers.UNet2DModel": Family(_unet(TUPLE), _unet2d_inputs),
-    "diffusers.UNet2DConditionModel": Family(_unet(TUPLE), _unet2d_condition_inputs),
-    "diffusers.UNet3DConditionModel": Family(_unet(TUPLE)),
-    "diffusers.UNetSpatioTemporalConditionModel": Family(_unet(TUPLE)),
-    "diffusers.UNetMotionModel": Family(_unet(TUPLE)),
-    "diffusers.I2VGenXLUNet": Family(_unet(TUPLE)),
+    "diffusers.UNet2DModel": Family(_unet, _unet2d_inputs),
+    "diffusers.UNet2DConditionModel": Family(_unet, _unet2d_condition_inputs),
+    "diffusers.UNet3DConditionModel": Family(_unet),
+    "diffusers.UNetSpatioTemporalConditionModel": Family(_unet),
+    "diffusers.UNetMotionModel": Family(_unet),
+    "diffusers.I2VGenXLUNet": Family(_unet),
     "diffusers.UNet1DModel": Family(_unet_1d, _unet1d_inputs),
     "diffusers.Kandinsky3UNet": Family(_kandinsky3),
     "diffusers.StableCascadeUNet": Family(_stable_cascade),
     "diffusers.HunyuanDiT2DModel": Family(_hunyuan_dit, stages=("blocks",)),
     "diffusers.UTransformer2DModel": Family(_u_transformer, _u_transformer_inputs, _TRANSFORMER),
     "diffusers.UniDiffuserModel": Family(_unidiffuser, stages=tuple(f"transformer.{name}" for name in _TRANSFORMER)),
-    "monai.DiffusionModelUNet": Family(_unet(LIST), stages=("down_blocks", "middle_block", "up_blocks")),
+    "monai.DiffusionModelUNet": Family(
+        partial(_unet, argument=LIST), stages=("down_blocks", "middle_block", "up_blocks")
+    ),
     "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
     "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }

@@ -56,9 +56,8 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     """Multiply the weights behind the skips by the coefficients and remove the hooks; returns the names of those weights.
 
     The example is given as `example=`, as for `apply`, or as plain arguments; the most common known classes need none. If
-    the folded model deviates from the scaled one by more than `tolerance` (relative to the largest output), nothing is
-    changed and a ValueError is raised. Both run in double precision if their forward supports it. The default tolerance is
-    1e-6, or the epsilon of the weights' dtype if that is larger: 0.001 for float16, 0.008 for bfloat16.
+    the folded model deviates from the scaled one by more than `tolerance` (relative to the largest output; by default 1e-6
+    or, if larger, the epsilon of the weights' dtype), nothing is changed and a ValueError is raised.
 
     >>> import scalelong
     >>> model = scalelong.UViT(scalelong.UViTConfig(image_size=8, patch_size=2, dim=16, depth=4, heads=2))

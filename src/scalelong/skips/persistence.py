@@ -33,8 +33,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored = to_json(model)
-    folder = Path(folder)
+    stored, folder = to_json(model), Path(folder)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
@@ -65,7 +64,7 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
     """`cls.from_pretrained(folder)` for a scaled diffusers model that was saved with `save_pretrained`.
 
-    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token.
+    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
@@ -96,9 +95,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     with _scaled_as(model, stored, path, example):
         if missing := scaling_of(model).state_dict().keys() - gates.keys():
             lacking = f"its safetensors contain no {ROOT_NAME}.{min(missing)} for {scaling_of(model).config}"
-            raise ValueError(
-                f"{source}: {lacking}; write the folder with save_pretrained of the scaled model, not of EMAModel"
-            )
+            raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
         scaling_of(model).load_state_dict(gates)
     return model
 
@@ -117,9 +114,8 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
         own = {"scaling": (scaling_of(model).config, config), "placement": (placement_of(model), placement)}
         for key, (here, saved) in own.items():
             if here != saved:
-                raise ValueError(
-                    f"{key}: the model has {here}, the saved one is {saved}; call scalelong.remove(model) first"
-                )
+                both = f"the model has {here}, the saved one is {saved}"
+                raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
         yield
         return
     apply(model, config.method, example=example, placement=placement, **config.options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -128,7 +129,6 @@ class Trace:
         return calls[::-1]
 
     def times_called(self, call: ModuleCall) -> int:
-        """How often the module of a call is called."""
         return sum(other.module is call.module for other in self.calls)
 
     def module_name(self, node: int) -> str:
@@ -222,7 +222,7 @@ class _Recorder(CountingMode):
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parent = self.open[-1] if self.open else -1
         call = ModuleCall(len(self.calls), self.module_names[module], module, parent, len(self.nodes))
-        for argument, value in _named_arguments(module, args, kwargs):
+        for argument, value in _named_arguments(module, (args, kwargs)):
             if isinstance(value, Tensor) and value in self.node_of:
                 call.inputs.append((argument, self.node_of[value]))
             elif isinstance(value, (tuple, list)):
@@ -250,9 +250,8 @@ class _Recorder(CountingMode):
         self.open.pop()
 
 
-def _named_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Argument, Any]]:
+def _named_arguments(module: nn.Module, call: Call) -> Iterator[tuple[Argument, Any]]:
+    args, kwargs = call
     try:
         signature = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a builtin or scripted forward
@@ -266,23 +265,19 @@ def _named_arguments(
 
 def trace(model: nn.Module, call: Call) -> Trace:
     """Run the model once on the example, without gradients and without side effects, and return the graph."""
-    recorder, handles = _Recorder(model), []
-    with undisturbed(model), torch.no_grad():
+    recorder = _Recorder(model)
+    with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         call = own_copy(call, is_meta(model))
         for tensor in tensors_in(call):
             if tensor not in recorder.node_of:
                 recorder.add(tensor, [], INPUT)
-        try:
-            for module in model.modules():
-                if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                    continue  # cannot be hooked; the module inside an OptimizedModule can
-                handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
-            with recorder:
-                result = run_example(model, call)
-        finally:
-            for handle in handles:
-                handle.remove()
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+                continue  # cannot be hooked; the module inside an OptimizedModule can
+            hooks.enter_context(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(recorder.leave, with_kwargs=True))
+        with recorder:
+            result = run_example(model, call)
     if not any(tensor in recorder.node_of for tensor in tensors_in(result)):
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         hint = " (it has scripted parts, which cannot be traced: script it after scaling)" if scripted else ""

@@ -191,11 +191,10 @@ class _ScaleSlices(CountingMode):
 
 
 Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
+_Oracle = _ScaleOperand | _ScaleSlices
 
 
-def run(
-    model: nn.Module, call: Call, oracle: _ScaleOperand | _ScaleSlices | None = None, gradients: bool = True
-) -> Result:
+def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: bool = True) -> Result:
     """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
     with undisturbed(model), torch.set_grad_enabled(gradients):
         leaves = map_tensors(lambda t: t.requires_grad_(gradients and t.is_floating_point()), own_copy(call))
@@ -262,10 +261,15 @@ def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) ->
 def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Reach:
     seen: set[str] = set()
     for each in (path, *path.earlier):
-        alone = replace(each, earlier=())
         ops = frozenset(trace.nodes[node].op for node in _inputs_of_next_layers(trace, each.join)) - {-1}
-        whole, half, zero = (_values(model, alone, example, factor, ops) for factor in (1.0, 0.5, 0.0))
-        seen |= {_effect(whole[op], half[op], zero[op]) for op in ops}
+        modes = [_ScaleOperand(replace(each, earlier=()), factor, ops) for factor in (1.0, 0.5, 0.0)]
+        for mode in modes:
+            with undisturbed(model), torch.no_grad():
+                torch.manual_seed(0)
+                call = own_copy(example)
+                with mode:
+                    run_example(model, call)
+        seen |= {_effect(*(mode.outputs[op] for mode in modes)) for op in ops}
     if seen == {"full"}:
         return "full"
     if seen <= {"cancelled"}:
@@ -285,16 +289,6 @@ def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
             elif child not in seen:
                 seen.append(child)
     return sorted(last)
-
-
-def _values(model: nn.Module, path: SkipPath, example: Call, factor: float, ops: frozenset[int]) -> dict[int, Tensor]:
-    """The outputs of `ops` with the operand scaled by `factor`."""
-    with undisturbed(model), torch.no_grad():
-        torch.manual_seed(0)
-        call, mode = own_copy(example), _ScaleOperand(path, factor, ops)
-        with mode:
-            run_example(model, call)
-    return mode.outputs
 
 
 def _effect(whole: Tensor, half: Tensor, zero: Tensor) -> str:
