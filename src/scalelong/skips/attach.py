@@ -52,7 +52,6 @@ class Handle:
         return self.scaling.current()
 
     def remove(self) -> None:
-        """Undo `apply`."""
         remove(self.model)
 
     def __str__(self) -> str:
@@ -206,15 +205,11 @@ def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list
         return [None] * len(skips)
 
 
-def placement_of(model: nn.Module) -> Placement:
-    return "after_norm" if any(skip.after_norm for skip in hooks.attached_skips(model)) else "before"
-
-
 def to_json(model: nn.Module) -> dict[str, Any]:
     """The scaling of a model as it is stored next to weights; the default placement is omitted."""
-    scaling, placement = scaling_of(model), placement_of(model)
-    stored = {**scaling.config.to_json(), "num_skips": scaling.num_skips}
-    return stored if placement == "before" else {**stored, "placement": placement}
+    scaling = scaling_of(model)
+    placement = {"placement": "after_norm"} if any(skip.after_norm for skip in hooks.attached_skips(model)) else {}
+    return {**scaling.config.to_json(), "num_skips": scaling.num_skips, **placement}
 
 
 def write_config(model: Any, stored: dict[str, Any] | None) -> None:

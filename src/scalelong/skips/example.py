@@ -98,12 +98,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
     mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if on_cuda else None
+    devices = range(torch.cuda.device_count()) if on_cuda else ()
     model.eval()
     try:
-        with torch.inference_mode(False):
+        with torch.random.fork_rng(devices), torch.inference_mode(False):
             yield
     finally:
         for module, training in modes:
@@ -118,6 +118,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

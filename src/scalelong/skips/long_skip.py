@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,6 @@ from scalelong.scaling.constant import Scaling, SkipSize
 Reach = Literal["full", "partial", "shortcut", "none", "unknown"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 ATTACHMENT = "_scalelong_attachment"  # attribute of a hooked module
-
-
-class Slot(Protocol):
-    """Where in its consumer's call a skip is."""
-
-    def scale(self, call: Call, index: int, scaling: Scaling) -> Call: ...
 
 
 @dataclass(frozen=True)
@@ -118,6 +112,10 @@ def _scale_slice(joined: Tensor, start: int, size: int, dim: int, index: int, sc
     return torch.cat([part for part in parts if part.shape[dim]], dim=dim)
 
 
+Slot = Argument | Item | ChannelSlice | Fused  # where in its consumer's call a skip is
+HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules to hook, with the skip's slot
+
+
 @dataclass(frozen=True)
 class Attachment:
     """Data of a hooked module: the scaling of the whole model, and the skips that pass through this module."""
@@ -143,9 +141,6 @@ def scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Te
     for index, channels in attachment.outputs:
         output = channels.scale_output(output, index, attachment.scaling)
     return output if attachment.block is None else attachment.scaling.scale_branch(attachment.block, output)
-
-
-HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules to hook, with the skip's slot
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, placement_of, remove, to_json, write_config
+from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, remove, to_json, write_config
 from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
@@ -108,11 +108,11 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
     config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
     found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
     if found != stored["num_skips"]:
-        saved = f"the saved scaling has {stored['num_skips']} skips"
-        raise ValueError(f"num_skips: {saved}, this {type(model).__name__} has {found}")
+        own = f"this {type(model).__name__} has {found}"
+        raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
     if is_scaled(model):
-        own = {"scaling": (scaling_of(model).config, config), "placement": (placement_of(model), placement)}
-        for key, (here, saved) in own.items():
+        placed = to_json(model).get("placement", "before")
+        for key, here, saved in (("scaling", scaling_of(model).config, config), ("placement", placed, placement)):
             if here != saved:
                 both = f"the model has {here}, the saved one is {saved}"
                 raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -39,10 +40,10 @@ class Detection:
         """The skips with their hook points; `NoLongSkipsError` if one has none."""
         found = []
         for index, path in enumerate(self.paths, start=1):
-            point = find_hook_point(self.trace, path)
-            size = _size(self.trace, path, point.node)
-            made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, point.call)
-            found.append(LongSkip(index, made_in, used_in, size, "unknown", point.call.name, point.slot, point.also))
+            call, slot, node, also = find_hook_point(self.trace, path)
+            made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, call)
+            size = _size(self.trace, path, node)
+            found.append(LongSkip(index, made_in, used_in, size, "unknown", call.name, slot, also))
         return found
 
     def operand_shapes(self) -> list[tuple[int, ...]]:
@@ -64,14 +65,13 @@ def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detec
     return found
 
 
-@dataclass(frozen=True)
-class HookPoint:
-    """A module call, the slot that carries the skip, and the node in that slot."""
+class HookPoint(NamedTuple):
+    """A module call, the slot that carries the skip, the node in that slot, and further modules that receive the same."""
 
     call: ModuleCall
     slot: Slot
     node: int
-    also: HookPoints = ()  # further modules that receive the same concatenation
+    also: HookPoints = ()
 
 
 def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
@@ -102,12 +102,11 @@ def _argument_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterat
             if node not in path.nodes:
                 continue
             trouble = _trouble_inside(trace, path, call, node)
-            argument = slot if isinstance(slot, Argument) else slot.argument
-            if trouble is None and argument in call.drained:
+            if not trouble and (slot if isinstance(slot, Argument) else slot.argument) in call.drained:
                 trouble = f"{call.name} takes its skips out of the list it shares with its caller"
-            if trouble is None and sum(other == node for _, other in call.inputs) > 1:
+            if not trouble and sum(other == node for _, other in call.inputs) > 1:
                 trouble = f"{call.name} receives the same tensor twice"
-            if trouble is None:
+            if not trouble:
                 yield HookPoint(call, slot, node)
                 return
             reasons.append(trouble)
@@ -183,24 +182,21 @@ def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> L
 
 def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
     """placement="after_norm": hook the output of a GroupNorm that would cancel kappa, and the input of the shortcut."""
-    found = detect_all(model, skips, call)
-    moved = [_behind_norm(found.trace, path, skip) for path, skip in zip(found.paths, skips, strict=True)]
+    found, moved = detect_all(model, skips, call), list(skips)
+    for at, (path, skip) in enumerate(zip(found.paths, skips, strict=True)):
+        uses = [found.trace.nodes[child].name for child in found.trace.children[path.join]]
+        if "group_norm" not in uses:
+            continue
+        points = tuple(_points_behind_norm(found.trace, path)) if path.op.dim == 1 and not path.earlier else ()
+        if len(points) != len(uses):
+            where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}"
+            needs = "'after_norm' needs a GroupNorm module and a shortcut module, each called once"
+            raise ValueError(f"placement: {where}; {needs}; use placement='before'")
+        moved[at] = replace(skip, reach="full", after_norm=points)
     if moved == list(skips):
         name = type(model).__name__
         raise ValueError(f"placement: no skip of this {name} is followed by a GroupNorm; use placement='before'")
     return moved
-
-
-def _behind_norm(trace: Trace, path: SkipPath, skip: LongSkip) -> LongSkip:
-    uses = [trace.nodes[child].name for child in trace.children[path.join]]
-    if "group_norm" not in uses:
-        return skip
-    points = tuple(_points_behind_norm(trace, path)) if path.op.dim == 1 and not path.earlier else ()
-    if len(points) != len(uses):
-        where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}"
-        needs = "'after_norm' needs a GroupNorm module and a shortcut module, each called once"
-        raise ValueError(f"placement: {where}; {needs}; use placement='before'")
-    return replace(skip, reach="full", after_norm=points)
 
 
 def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slot | OutputChannels]]:

@@ -46,8 +46,12 @@ def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
     main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand], default=-1)
     for position, operand in operands:
         nodes = _nodes_between(trace, operand, main) if operand != main else None
-        if nodes is None or not _is_long_enough(trace, nodes, main):
-            continue
+        if nodes is None or trace.depth[nodes[0]] == 0:
+            continue  # not a skip, or one from the input of the network
+        weights = _count_weights(trace, nodes)
+        between = trace.weights_between(nodes[0], main, at_most=weights + 1)
+        if weights > MAX_WEIGHTS_ON_A_SKIP or between < max(weights, 1):
+            continue  # a branch rather than a skip
         if node.join.kind != "cat" and node.name != "addmm" and trace.nodes[operand].shape != node.shape:
             continue  # broadcast over the main path: a condition
         owner, single = _owner(trace, nodes[0], main, node.index)
@@ -63,13 +67,6 @@ def _nodes_between(trace: Trace, operand: int, main: int) -> tuple[int, ...] | N
             return None
         nodes.append(node.parents[0])
     return tuple(reversed(nodes))
-
-
-def _is_long_enough(trace: Trace, nodes: tuple[int, ...], main: int) -> bool:
-    weights = _count_weights(trace, nodes)
-    if trace.depth[nodes[0]] == 0 or weights > MAX_WEIGHTS_ON_A_SKIP:
-        return False  # the input of the network, or a branch rather than a skip
-    return trace.weights_between(nodes[0], main, at_most=weights + 1) >= max(weights, 1)
 
 
 def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
