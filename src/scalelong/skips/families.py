@@ -24,8 +24,6 @@ K_BLOCKS = {"KUpBlock2D", "KCrossAttnUpBlock2D"}  # join one skip per block and 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known about a model class."""
-
     skips: Callable[[Any], Iterator[Found]]  # innermost first
     example: Callable[[Any, _Random], Inputs] | None = None
     stages: tuple[str, ...] = ("down_blocks", "mid_block", "up_blocks")  # encoder, middle, decoder

@@ -53,7 +53,6 @@ def attach(
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
     for module in _hooked(model):
         delattr(module, ATTACHMENT)
         for key in _drop(module._forward_pre_hooks, scale_inputs):
@@ -125,7 +124,6 @@ def check_unscaled(model: nn.Module) -> None:
 
 
 def wrapper_of(model: nn.Module) -> str | None:
-    """The function or class that wrapped a model, or None."""
     return next((_WRAPPERS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 

@@ -6,6 +6,7 @@ shortcut) receive the concatenation, of which the skip is a slice. placement="af
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -117,9 +118,8 @@ def _trouble_inside(trace: Trace, path: SkipPath, call: ModuleCall, node: int) -
     times = trace.times_called(call)
     if times not in (1, 1 + len(path.earlier)):
         return f"{call.name or 'the model'} is called {times} times in one forward"
-    steps = path.nodes[path.nodes.index(node) :]
-    for at, step in enumerate(steps):
-        following = steps[at + 1] if at + 1 < len(steps) else path.join
+    steps = (*path.nodes[path.nodes.index(node) :], path.join)
+    for at, (step, following) in enumerate(itertools.pairwise(steps)):
         others = [child for child in trace.children[step] if call.holds(child) and child != following]
         if others or (at == 0 and step in call.returned):
             return f"{call.name} uses it elsewhere too"

@@ -132,7 +132,6 @@ class Trace:
         return sum(other.module is call.module for other in self.calls)
 
     def module_name(self, node: int) -> str:
-        """Name of the innermost module around a node, for messages."""
         call = self.nodes[node].call
         return (self.calls[call].name if call >= 0 else "") or "the model itself"
 
