@@ -27,7 +27,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from scalelong.data import StreamLoader, load_source
+from scalelong.data import load_source
+from scalelong.data.loader import StreamLoader
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 import tyro
 from torch import nn
 
-from scalelong.runs.oscillation import PROBE_EVERY
+from scalelong.runs.reader import PROBE_EVERY
 from scalelong.stability import OscillationProbe
 from scalelong.training import RunConfig, Trainer, get_preset
 from scalelong.training.step import sample_indices

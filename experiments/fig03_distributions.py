@@ -20,11 +20,11 @@ import torch
 import tyro
 from common import Options, colour, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
+from trained_models import robustness_curve
 
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
-from scalelong.lab.trained import robustness_curve
 from scalelong.runs.reader import Run
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run

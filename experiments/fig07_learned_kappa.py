@@ -17,10 +17,10 @@ import tyro
 from common import COLOURS, Options, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from torch import Tensor
+from trained_models import fit_cs, learned_coefficients
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
-from scalelong.lab.trained import fit_cs, learned_coefficients
 from scalelong.runs.reader import Run
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa

@@ -19,8 +19,8 @@ from output import Claim, beats, print_claims, print_table, write_csv, write_sum
 
 from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import load_source
-from scalelong.data.encode import Origin, encode
 from scalelong.data.images import save_grid
+from scalelong.data.latents import Origin, encode
 from scalelong.evaluation import evaluate_run, get_extractor, load_training_data, reference_statistics
 from scalelong.training import RunConfig, TrainedRun, get_preset
 from scalelong.training.autoencoder import AutoencoderSettings, train_autoencoder

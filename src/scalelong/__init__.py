@@ -26,18 +26,10 @@ if TYPE_CHECKING:
     from scalelong.stability import OscillationProbe
     from scalelong.training import EMA, load_run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
-__all__ = [
-    "EMA",
-    "Handle",
-    "LongSkip",
-    "OscillationProbe",
-    "UViT",
-    "UViTConfig",
-    "apply",
-    "coefficients",
-    "find_skips",
+__all__ = ["EMA", "Handle", "LongSkip", "OscillationProbe", "UViT", "UViTConfig", "apply", "coefficients", "find_skips"]
+__all__ += [
     "fold",
     "from_pretrained",
     "load",
@@ -49,19 +41,13 @@ __all__ = [
     "verify",
 ]
 
-_ELSEWHERE = {
-    "EMA": "scalelong.training",
-    "OscillationProbe": "scalelong.stability",
-    "UViT": "scalelong.backbones",
-    "UViTConfig": "scalelong.backbones",
-    "load_official_uvit": "scalelong.backbones",
-    "load_run": "scalelong.training",
-}
+_ELSEWHERE = {"EMA": "training", "load_run": "training", "OscillationProbe": "stability"}
+_ELSEWHERE |= {"UViT": "backbones", "UViTConfig": "backbones", "load_official_uvit": "backbones"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        value = getattr(import_module(_ELSEWHERE.get(name, "scalelong.skips")), name)
+        value = getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'skips')}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")  # a subpackage: scalelong.skips after `import scalelong`
     else:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """ "did you mean 'x'? " for a near miss, else "".
 
-    >>> did_you_mean("sc", ["cs", "ls"])
-    "did you mean 'cs'? "
+    >>> did_you_mean("unversal", ["cs", "universal"])
+    "did you mean 'universal'? "
     """
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""

@@ -24,14 +24,11 @@ _STALE_SECONDS = 24 * 3600.0
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file that is synced and renamed to `path` on success and removed on failure.
 
-    Concurrent writers of one path do not see each other's temporary files.
-
     >>> with atomic_write(Path("out.bin")) as file:
     ...     _ = file.write(b"data")
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = _staging_prefix(path)
-    stage = path.with_name(prefix + secrets.token_hex(4))
+    stage = path.with_name(_staging_prefix(path) + secrets.token_hex(4))
     try:
         with stage.open("xb") as file:
             yield file
@@ -50,10 +47,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(home: Path) -> Iterator[Path]:
-    """Make a temporary folder that is synced and renamed to `home` on success and removed on failure.
-
-    A folder that already exists under that name is replaced.
-    """
+    """Make a temporary folder that is synced and replaces `home` on success and is removed on failure."""
     home.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
     try:
@@ -62,7 +56,13 @@ def atomic_folder(home: Path) -> Iterator[Path]:
         yield files
         for path in files.rglob("*"):
             fsync(path)
-        _install(files, home, stage / "old")
+        try:
+            files.replace(home)
+        except OSError:
+            if not home.exists():
+                raise
+            home.replace(stage / "old")  # a bad copy, or another process's
+            files.replace(home)
         fsync(home.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -79,22 +79,8 @@ def fsync(path: Path) -> None:
 
 def file_digest(path: Path, algorithm: str = "sha256") -> str:
     """Hex digest of a file's bytes."""
-    digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _install(files: Path, home: Path, old: Path) -> None:
-    """Rename the finished folder; an existing one (a bad copy, or another process's) moves aside."""
-    try:
-        files.replace(home)
-    except OSError:
-        if not home.exists():
-            raise
-        home.replace(old)
-        files.replace(home)
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
 def _staging_prefix(path: Path) -> str:

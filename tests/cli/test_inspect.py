@@ -90,14 +90,14 @@ def test_a_run_shows_the_output_of_its_gates(capsys, tmp_path) -> None:
     ("arguments", "message"),
     [
         (["digit-demo"], "did you mean 'digits-demo'?"),
-        (["{module}:net"], "TutorialUNet is not a known class, so it must be run once"),
+        (["{module}:net"], "TutorialUNet is not a known class; pass its inputs"),
         (["{module}:missing"], "has no callable 'missing'"),
         (["{module}:number"], "returned a int, not a torch.nn.Module"),
         (["{module}:net", "--shape", "1,x"], "must be numbers with commas such as 1,3,32,32"),
         (["{module}:net", "--shape", "1,5,8,8"], "the forward of TutorialUNet fails on it"),
         (["digits-demo", "--out", "u.txt"], "must end in .png, .svg or .pdf"),
         (["digits-demo", "--method", "ls", "--kappa", "0.5"], "'ls' has none; leave it out"),
-        (["{folder}"], "holds no model"),
+        (["{folder}"], "has no config.json"),
     ],
 )
 def test_what_cannot_be_inspected_is_one_clear_line(arguments, message, module, capsys, tmp_path) -> None:

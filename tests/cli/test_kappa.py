@@ -49,11 +49,11 @@ def test_the_command_serves_any_model_with_data(tmp_path, capsys) -> None:
     assert re.search(r"Lemma 3\.2, uniform x_0 +1\.22", out)
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"]
     assert main(["kappa", name, "--out", str(tmp_path)]) == 1
-    assert "does not name its data; say which it is trained on" in capsys.readouterr().err
+    assert "does not name its data; pass it" in capsys.readouterr().err
     assert main(["kappa", "digit-demo"]) == 1
     assert "did you mean 'digits-demo'?" in capsys.readouterr().err
     assert main(["kappa", "digits-demo", "--skips", "0", "--out", str(tmp_path)]) == 1
-    assert "num_skips: must be a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert "num_skips: must be an int of at least 1, got 0" in capsys.readouterr().err
 
 
 def test_the_command_reads_a_diffusers_folder(tmp_path, capsys) -> None:

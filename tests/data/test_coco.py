@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import DataError, DeviceLoader, load_source
+from scalelong.data import DataError, load_source
+from scalelong.data.loader import DeviceLoader
 
 from .conftest import noise
 
@@ -83,10 +84,10 @@ def test_captions_that_do_not_match_the_images_are_refused(coco: Path) -> None:
     write_official(coco, annotations=[{"id": 1, "image_id": 9, "caption": "a dog"}])
     refused(r"1 of 2 images have no caption, the first is train2014/COCO_train2014_000000000025\.jpg")
     write_official(coco, images=extra[1:2])
-    refused("captioned image.s. such as id 25 are not in its list of images")
+    refused("caption of id 25, not in its list of images")
     (coco / "annotations" / "captions_train2014.json").write_text('{"images": [')
-    refused("cannot be read as JSON")
+    refused("is not readable JSON")
     (coco / "annotations" / "captions_train2014.json").write_text("[]")
     refused("is not a caption file of COCO")
-    with pytest.raises(DataError, match="is not an existing folder"):
+    with pytest.raises(DataError, match=r"nowhere holds neither"):
         load_source(f"coco:{coco / 'nowhere'}")

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError
+from scalelong.data.base import Request
 from scalelong.data.folder import FolderSource
-from scalelong.data.registry import Request
 
 from .conftest import noise
 

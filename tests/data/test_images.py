@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError, to_float, to_uint8
-from scalelong.data.images import fit, open_rgb, resize_all, threaded, to_tensor
+from scalelong.data.base import threaded
+from scalelong.data.images import fit, open_rgb, resize_all, to_tensor
 
 from .conftest import noise
 
@@ -103,6 +104,6 @@ def test_broken_files_say_how_they_are_broken(tmp_path: Path) -> None:
 
 
 def test_threads_keep_the_order_and_raise() -> None:
-    assert list(threaded(lambda x: x * x, range(3000), threads=3)) == [x * x for x in range(3000)]
+    assert list(threaded(lambda x: x * x, range(3000))) == [x * x for x in range(3000)]
     with pytest.raises(ZeroDivisionError):
         list(threaded(lambda x: 1 // x, [1, 0]))

@@ -13,18 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, load_autoencoder, small_autoencoder
-from scalelong.data import (
-    DataError,
-    DeviceLoader,
-    MemorySource,
-    StreamLoader,
-    check,
-    load_source,
-    to_float,
-)
-from scalelong.data.encode import LOCK, Origin, encode
-from scalelong.data.latents import ANNOTATIONS, AUTOENCODER, INDEX, decoder, original_images
-from scalelong.data.loader import flip_mask
+from scalelong.data import DataError, MemorySource, check, load_source, to_float
+from scalelong.data.latents import ANNOTATIONS, AUTOENCODER, INDEX, LOCK, Origin, decoder, encode, original_images
+from scalelong.data.loader import DeviceLoader, StreamLoader, flip_mask
 from scalelong.random import normal
 
 from .conftest import noise
@@ -125,7 +116,7 @@ def test_a_damaged_shard_is_refused_and_made_anew(encoded: Path, tmp_path: Path,
     with pytest.raises(DataError, match=rf"shard-00001\.safetensors: {fault}"):
         load_source(f"latents:{folder}")
     (problem,) = check(f"latents:{folder}")
-    assert f"shard-00001.safetensors: {fault}" in problem.message
+    assert f"shard-00001.safetensors: {fault}" in str(problem)
     encode(images(), autoencoder(), folder, Origin("toy"), batch_size=3, per_shard=4)
     assert_same_latents(folder, encoded)
     assert check(f"latents:{folder}") == []
@@ -139,7 +130,7 @@ def test_another_autoencoder_is_refused(encoded: Path, tmp_path: Path) -> None:
     autoencoder(seed=1).model.save_pretrained(folder / AUTOENCODER)
     with pytest.raises(DataError, match="is another autoencoder"):
         decoder(f"latents:{folder}", "cpu")
-    assert ["is another autoencoder" in problem.message for problem in check(f"latents:{folder}")] == [True]
+    assert ["is another autoencoder" in str(problem) for problem in check(f"latents:{folder}")] == [True]
     with pytest.raises(DataError, match="other latents than the model was trained on"):
         decoder(f"latents:{encoded}", "cpu", fingerprint="f00")
 

@@ -8,18 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalelong.data import (
-    DataError,
-    DeviceLoader,
-    MemorySource,
-    Source,
-    StreamLoader,
-    load_source,
-    make_loader,
-    sample_to_item,
-    to_float,
-)
-from scalelong.data.loader import Batch, caption_rows, flip_mask
+from scalelong.data import DataError, MemorySource, Source, load_source, make_loader, sample_to_item, to_float
+from scalelong.data.loader import Batch, DeviceLoader, StreamLoader, caption_rows, flip_mask
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -152,7 +142,7 @@ def test_index_iterator_is_consumed_lazily(folder_source: Source) -> None:
             taken.append(step)
             yield torch.arange(4 * step, 4 * step + 4)
 
-    loader = StreamLoader(folder_source, seed=0, workers=2, prefetch=2)
+    loader = StreamLoader(folder_source, seed=0, workers=2)
     batches = list(islice(loader.batches(endless()), 3))
     assert [int(batch.index[0]) for batch in batches] == [0, 4, 8]
     assert len(taken) <= 3 + 2 * 2 + 1

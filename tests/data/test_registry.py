@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from scalelong.data import DataError
-from scalelong.data.registry import SOURCES, check, expected_shape, find_source, load_source
+from scalelong.data.base import SOURCES, check, find_source, load_source
 
 
 def test_unknown_name_gets_the_nearest_one_and_the_list() -> None:
@@ -31,16 +31,15 @@ def test_paths_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert find_source(str(tmp_path)) == (SOURCES["folder"], str(tmp_path))
     (tmp_path / "digits").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert find_source("digits") == (SOURCES["digits"], "")  # a name wins over a folder of that name
+    assert find_source("digits") == (SOURCES["digits"], "digits")  # a name wins over a folder of that name
     assert find_source("./digits") == (SOURCES["folder"], "./digits")
     with pytest.raises(DataError, match=r"data\.name: './dogs' is not an existing folder"):
         find_source("./dogs")
 
 
 @pytest.mark.parametrize("name", ["digits", "emoji32"])
-def test_expected_shape_is_that_of_the_items(name: str) -> None:
-    assert expected_shape(name) == load_source(name).shape
-    assert expected_shape("folder:anything") is None
+def test_the_registered_shape_is_that_of_the_items(name: str) -> None:
+    assert SOURCES[name].shape == load_source(name).shape
 
 
 def test_image_size_resizes_sets_in_memory() -> None:
@@ -87,17 +86,17 @@ def test_check_lists_every_bad_file_of_a_folder(image_folder: Path) -> None:
         "gone.png": "no such file",
         "deep.png": "expected 8-bit RGB",
     }
-    messages = {Path(problem.path).name: problem.message for problem in found}
+    messages = {Path(str(problem).split(": ")[0]).name: str(problem) for problem in found}
     assert messages.keys() == faults.keys()
     assert all(f"{name}: {fault}" in messages[name] for name, fault in faults.items())
     (missing,) = check(f"folder:{image_folder}/none")
-    assert "is not an existing folder" in missing.message
+    assert "is not an existing folder" in str(missing)
 
 
 def test_check_finds_images_of_several_sizes(image_folder: Path) -> None:
     """Training refuses them without data.image_size."""
     (found,) = check(f"folder:{image_folder}")
-    assert "images of 22 sizes (14 x 9, 14 x 14, 14 x 19, ...); set data.image_size" in found.message
+    assert "images of 22 sizes (14 x 9, 14 x 14, 14 x 19, ...); set data.image_size" in str(found)
     assert check(f"folder:{image_folder}", image_size=8) == []
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, noisy_inputs, sample_weights_
+from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, noisy_inputs
 from scalelong.lab.theorem31 import (
     change_gain_,
     coefficient_sets,
@@ -102,8 +102,8 @@ def test_rho_is_the_literal_one() -> None:
 
 
 def test_change_of_gain_equals_weights_sampled_at_that_gain() -> None:
-    one = sample_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 1.0)
-    two = sample_weights_(MatrixUNet(8, 2, 2), torch.Generator().manual_seed(0), 2.0)
+    one = MatrixUNet(8, 2, 2).sample_weights_(torch.Generator().manual_seed(0), 1.0)
+    two = MatrixUNet(8, 2, 2).sample_weights_(torch.Generator().manual_seed(0), 2.0)
     change_gain_(one, 1.0, 2.0)
     for left, right in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(left, right)

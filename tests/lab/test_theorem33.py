@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, matrices, noisy_inputs, sample_weights_
+from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, matrices, noisy_inputs
 from scalelong.lab.theorem33 import gradient_ratios, measure, tail_sums
 
 
@@ -12,7 +12,7 @@ def test_tail_sums() -> None:
 
 
 def test_ratios_are_the_gradients_of_the_loss() -> None:
-    model = sample_weights_(MatrixUNet(12, 2, 3), torch.Generator().manual_seed(0))
+    model = MatrixUNet(12, 2, 3).sample_weights_(torch.Generator().manual_seed(0))
     (x,), (noise,) = noisy_inputs(1, 12, 0)
     kappas = [1.0, 0.5, 0.2]
     loss = (noise - model(x[None], kappas)[0]).square().sum()
@@ -37,7 +37,7 @@ def test_mean_ratio_for_a_fixed_residual_is_4_and_2() -> None:
         kappas = coefficients_of(method, 2)
         found = []
         for i in range(len(x)):
-            sample_weights_(model, generator, 1.0)
+            model.sample_weights_(generator, 1.0)
             found.append(gradient_ratios(model, x[i], noise[i], kappas, torch.randn(64, generator=generator)))
         mean = torch.stack(found).mean(0) / (tail_sums(kappas)[None, :, None] + 1)
         assert mean[:, :, 0].flatten().tolist() == pytest.approx([2] * 4, rel=0.2)

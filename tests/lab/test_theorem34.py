@@ -18,7 +18,7 @@ from scalelong.lab.bounds import (
     product_bound,
     segment_jacobians,
 )
-from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, matrices, noisy_inputs, sample_weights_
+from scalelong.lab.matrix_unet import MatrixUNet, coefficients_of, matrices, noisy_inputs
 from scalelong.lab.theorem34 import broken_case, change_per_perturbation, random_case, tightness_at, violations
 
 FACTORS, MIDDLE = [2.0, 3.0, 1.5], 0.8
@@ -101,7 +101,7 @@ def test_no_violation_in_random_networks_and_violations_are_counted() -> None:
 
 def test_all_linear_pieces_are_found() -> None:
     """Between breaks the network is affine, across each break it is not; the integral of J gives the exact change."""
-    model = sample_weights_(MatrixUNet(8, 3, 2).double(), torch.Generator().manual_seed(0))
+    model = MatrixUNet(8, 3, 2).double().sample_weights_(torch.Generator().manual_seed(0))
     (x, other) = noisy_inputs(2, 8, 3)[0].double()
     kappas = [1.0, 0.6]
     places = linear_pieces(model, x, other, kappas)
@@ -116,7 +116,7 @@ def test_all_linear_pieces_are_found() -> None:
 
 
 def test_power_iteration_finds_the_norm_from_below() -> None:
-    model = sample_weights_(MatrixUNet(12, 2, 3).double(), torch.Generator().manual_seed(2))
+    model = MatrixUNet(12, 2, 3).double().sample_weights_(torch.Generator().manual_seed(2))
     x, kappas = noisy_inputs(1, 12, 0)[0][0].double(), [1.0, 0.7, 0.49]
     jacobian = torch.func.jacrev(lambda point: model(point, kappas))(x).detach()
     exact = float(torch.linalg.matrix_norm(jacobian, ord=2))

@@ -11,7 +11,7 @@ from PIL import Image
 
 from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, small_autoencoder
 from scalelong.data import load_source
-from scalelong.data.encode import Origin, encode
+from scalelong.data.latents import Origin, encode
 from tests.data.conftest import noise
 from tests.data.encoders import make_bert
 

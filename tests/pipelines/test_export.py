@@ -20,8 +20,7 @@ from scalelong.backbones import as_network
 from scalelong.cli.main import main
 from scalelong.data.text import TextEncoder
 from scalelong.diffusion import DDPM, Objective, get_process, guided, sample
-from scalelong.pipelines import Exported, export_pipeline, scheduler_for
-from scalelong.pipelines import export as export_code
+from scalelong.pipelines import Exported, _uvit_file, export_pipeline, scheduler_for
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
 from scalelong.training.checkpoint import CheckpointError
@@ -322,7 +321,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_file_of_an_exported_uvit_imports_nothing_of_ours() -> None:
     """Not even where it is needed only on a GPU: diffusers refuses a file with an import that is not there."""
-    assert not re.findall(r"^\s*(?:from|import) scalelong.*", export_code._uvit_file(), flags=re.M)
+    assert not re.findall(r"^\s*(?:from|import) scalelong.*", _uvit_file(), flags=re.M)
 
 
 @pytest.mark.slow

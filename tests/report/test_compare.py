@@ -132,7 +132,7 @@ def test_only_measured_methods_take_part_in_a_metric_race(tmp_path: Path) -> Non
         ("none", 40, 4),
         ("cs 0.7", 20, 2),
     ]
-    assert [(a.after_steps, a.after_seconds) for a in race.arrivals] == [(20, 2), (0, 0)]
+    assert [(a.steps.after, a.seconds.after) for a in race.arrivals] == [(20, 2), (0, 0)]
     assert [pair.in_steps for pair in race.pairs()] == [2.0]  # (0, 20] against (20, 40]
     unreached = comparison.metric_race(comparison.metrics[0], 1.0)
     assert unreached is not None
@@ -178,7 +178,7 @@ def test_arrivals_between_the_same_evaluations_give_no_speed_up(tmp_path: Path) 
     race = comparison.metric_race(comparison.metrics[0])
     assert race is not None
     assert race.sparse
-    assert all(math.isnan(pair.in_steps) and not pair.steps_resolved for pair in race.pairs())
+    assert all(math.isnan(pair.in_steps) and not pair.first.steps.resolved(pair.second.steps) for pair in race.pairs())
     by_name = {(p.first.group.label, p.second.group.label): p for p in race.pairs()}
     assert math.isnan(by_name["cs 0.7", "none"].in_seconds)
     assert by_name["ls", "none"].in_seconds == pytest.approx(0.1)  # 20 to 40 s against 2 to 4 s

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from scalelong.report import read_runs
+from scalelong.report import compare_runs, read_runs
 from scalelong.report.groups import (
     Group,
-    baseline,
     differing_settings,
     group_runs,
     headings,
@@ -30,10 +29,10 @@ def test_runs_that_differ_in_seed_or_length_are_one_group(tmp_path: Path) -> Non
 def test_the_unscaled_network_comes_first_and_is_the_baseline(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "cs")
     write_run(tmp_path / "b", "ls")
-    assert baseline(groups(tmp_path)).label == "cs 0.7"
+    assert compare_runs(read_runs([tmp_path])[0]).baseline.label == "cs 0.7"
     write_run(tmp_path / "c", "none")
     assert [group.label for group in groups(tmp_path)] == ["none", "cs 0.7", "ls"]
-    assert baseline(groups(tmp_path)).label == "none"
+    assert compare_runs(read_runs([tmp_path])[0]).baseline.label == "none"
 
 
 def test_equal_names_get_the_settings_that_differ(tmp_path: Path) -> None:

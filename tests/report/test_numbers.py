@@ -10,19 +10,16 @@ from scipy import stats
 from scalelong.report.numbers import (
     Estimate,
     count,
+    difference,
     duration,
     duration_with_sd,
     estimate,
-    first_at_most,
     joined,
     number,
-    paired_difference,
     percent,
-    ratio,
     running_mean,
     shortened,
     times,
-    unpaired_difference,
     with_sd,
 )
 
@@ -58,17 +55,9 @@ def test_running_mean_is_the_mean_of_the_window(values: list[float], window: int
         assert mean == pytest.approx(sum(own) / len(own), abs=1e-9)
 
 
-def test_first_at_most_takes_the_first_crossing_not_before_the_window_is_full() -> None:
-    steps, values = [10, 20, 30, 40], [0.1, 0.5, 0.3, 0.2]
-    assert first_at_most(steps, values, 0.3) == 10
-    assert first_at_most(steps, values, 0.3, after=20) == 30
-    assert first_at_most(steps, values, 0.05) is None
-    assert first_at_most(steps, values, 0.2, after=20) == 40  # exactly the target counts
-
-
 def test_differences_agree_with_the_t_tests_of_scipy() -> None:
     a, b = [1.0, 1.3, 0.9, 1.2], [0.7, 1.1, 0.6, 1.15]
-    paired, unpaired = paired_difference(a, b), unpaired_difference(a, b)
+    paired, unpaired = difference(a, b, paired=True), difference(a, b, paired=False)
     assert [paired.value, unpaired.value] == pytest.approx([0.2125, 0.2125])
     assert paired.value / paired.standard_error == pytest.approx(stats.ttest_rel(a, b).statistic)
     assert unpaired.value / unpaired.standard_error == pytest.approx(stats.ttest_ind(a, b, equal_var=False).statistic)
@@ -77,23 +66,17 @@ def test_differences_agree_with_the_t_tests_of_scipy() -> None:
 
 
 def test_two_seeds_need_a_far_larger_difference_than_two_standard_errors() -> None:
-    difference = paired_difference([1.0, 1.1], [0.5, 0.8])
-    assert difference.value / difference.standard_error == pytest.approx(4)
-    assert not difference.clear
+    found = difference([1.0, 1.1], [0.5, 0.8], paired=True)
+    assert found.value / found.standard_error == pytest.approx(4)
+    assert not found.clear
 
 
 def test_a_difference_of_single_values_is_never_clear() -> None:
-    for difference in (paired_difference([9.0], [1.0]), unpaired_difference([9.0], [1.0, 2.0])):
-        assert math.isnan(difference.standard_error)
-        assert not difference.clear
+    for found in (difference([9.0], [1.0], paired=True), difference([9.0], [1.0, 2.0], paired=False)):
+        assert math.isnan(found.standard_error)
+        assert not found.clear
     with pytest.raises(ValueError, match="equal numbers"):
-        paired_difference([1.0], [1.0, 2.0])
-
-
-def test_a_ratio_to_zero_is_nan() -> None:
-    assert ratio(3.0, 2.0) == 1.5
-    assert math.isnan(ratio(3.0, 0.0))
-    assert math.isnan(ratio(math.nan, 2.0))
+        difference([1.0], [1.0, 2.0], paired=True)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from scalelong.report import Comparison, compare_runs, read_runs, sentences
-from scalelong.report.notes import notes
+from scalelong.report.tables import notes
 from tests.report.runs import write_run
 
 STEADY, SHAKY = [10.0, 11.0, 10.0, 11.0], [10.0, 15.0, 10.0, 15.0]
@@ -109,22 +109,18 @@ def test_coefficients_are_described_from_outermost_to_innermost(tmp_path: Path) 
     write_run(tmp_path / "b", "cs", kappa=[1.0, 0.7, 0.49])
     write_run(tmp_path / "c", "ls", kappa=[0.5, 0.6, 0.4])
     write_run(tmp_path / "d", "ls", 1, kappa=[0.5, 0.6, 0.4])
-    groups = list(compare(tmp_path).groups)
-    text = [sentences.coefficients(group) for group in groups]
+    text = sentences.coefficients(compare(tmp_path))
     assert text[0] == "none: the same for all 3 skips, 1.00."
     assert text[1] == "cs 0.7: falling from 1.00 at the outermost skip to 0.490 at the innermost."
     assert text[2].startswith("ls: between 0.400 and 0.600, from 0.500")
-    assert sentences.learned_against_constant(groups) == (
-        "ls lies below the curve of cs 0.7 at 3 of 3 skips; they are furthest apart at skip 1, by 0.500."
-    )
+    below = "ls lies below the curve of cs 0.7 at 3 of 3 skips"
+    assert text[3:] == [f"{below}; they are furthest apart at skip 1, by 0.500."]
 
 
 def test_learned_coefficients_that_hardly_differ_are_nearly_the_same(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "ls", kappa=[0.50, 0.502])
-    (group,) = compare(tmp_path).groups
-    assert sentences.coefficients(group).startswith(
-        "ls: nearly the same for all 2 skips, 0.500 to 0.502 after training"
-    )
+    (text,) = sentences.coefficients(compare(tmp_path))
+    assert text.startswith("ls: nearly the same for all 2 skips, 0.500 to 0.502 after training")
 
 
 def test_throughput_and_quality_are_compared_with_the_baseline(tmp_path: Path) -> None:
@@ -159,7 +155,9 @@ def test_qualities_of_different_steps_are_given_with_their_steps(tmp_path: Path)
     write_run(tmp_path / "a", "none", evaluations=[(20, 240.0), (40, 72.0)])
     write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
     assert "FID of 10,000 images 230.0 against 240.0 (−4.2%) at step 20" in finding(tmp_path)
-    assert any("images is compared at step 20, the last at which" in note for note in notes(compare(tmp_path)))
+    assert any(
+        "images is compared at step 20, the last that its runs share" in note for note in notes(compare(tmp_path))
+    )
     write_run(tmp_path / "other" / "a", "none", evaluations=[(40, 72.0)])
     write_run(tmp_path / "other" / "b", "cs", evaluations=[(20, 230.0)])
     text = finding(tmp_path / "other")

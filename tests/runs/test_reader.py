@@ -1,6 +1,7 @@
 """Runs read from folders, with what can be wrong with them."""
 
 import math
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from scalelong.report import write_report
 from scalelong.runs import CHECKPOINTS, step_name
 from scalelong.runs.events import append_event
-from scalelong.runs.reader import checkpoints, read_run, read_runs
+from scalelong.runs.reader import checkpoints, read_run, read_runs, relative_oscillation, relative_spread
 from scalelong.runs.settings import SamplingSettings
 from tests.report.runs import draw_grid, write_run
 
@@ -163,3 +164,19 @@ def test_checkpoints_are_listed_by_step(tmp_path: Path) -> None:
         (tmp_path / CHECKPOINTS / name).mkdir(parents=True)
     assert list(checkpoints(tmp_path)) == [20, 100_000_000]
     assert checkpoints(tmp_path / "nowhere") == {}
+
+
+def test_oscillation_and_spread_by_hand() -> None:
+    assert relative_oscillation([1.0, 3.0, 2.0]) == pytest.approx((2 + 1) / 2 / 2)
+    assert relative_oscillation([5.0, 5.0, 5.0]) == 0
+    assert relative_spread([1.0, 3.0]) == pytest.approx(2**0.5 / 2)
+    values = [0.3, 1.7, 2.2, 0.9]
+    assert relative_spread(values) == pytest.approx(statistics.stdev(values) / statistics.mean(values))
+
+
+@pytest.mark.parametrize("function", [relative_oscillation, relative_spread])
+def test_series_of_zeros_infinities_and_single_records(function) -> None:
+    assert math.isnan(function([0.0, 0.0]))
+    assert not math.isfinite(function([1.0, math.inf, 2.0]))
+    with pytest.raises(ValueError, match="at least 2 records, got 1"):
+        function([1.0])

@@ -215,7 +215,7 @@ def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
         (
             "UNet2DModel",
             "rezero",
-            r"the controls that scale block outputs know the blocks of scalelong\.UViT",
+            r"only for scalelong\.UViT, got UNet2DModel",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_calm_run_has_no_alarm(tmp_path) -> None:
     assert not any(sentence.alarming for sentence in found)
     assert "No block oscillates: the least steady, mid_block, moves by 2.0%" in about(found, "features").text
     assert "do not spike: the largest norm, 1.5 by step" in about(found, "gradients").text
-    assert about(found, "steps").text == "No step was skipped for values that are not finite (0 of 300)."
+    assert about(found, "steps").text == "0 of 300 steps were skipped because their loss or gradient was not finite."
     assert about(found, "try").text == "Nothing here asks for a change (0 alarms)."
 
 
@@ -98,7 +98,7 @@ def test_without_probe_records_the_flag_for_them_is_named(tmp_path, capsys) -> N
     run = write_run(tmp_path / "run", calm(range(10, 101, 10)), [])
     assert main(["diagnose", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "0 probe records. Train with --probe-every 50" in out
+    assert "0 probe records; train with --probe-every 50" in out
     assert "step 100 of 300" in out
     few = diagnose(write_run(tmp_path / "few", calm(), probes(0.2)[:6]))
     assert "too few" in about(few, "features").text
@@ -123,7 +123,7 @@ def test_json_has_the_numbers_and_other_folders_are_refused(tmp_path, capsys) ->
     rows = json.loads(capsys.readouterr().out)
     assert {"about", "text", "number", "alarming"} == rows[0].keys()
     assert main(["diagnose", str(tmp_path)]) == 1
-    assert "is not a run folder (it has no config.yaml)" in capsys.readouterr().err
+    assert "is not a run folder (no config.yaml)" in capsys.readouterr().err
     empty = write_run(tmp_path / "empty", [], [])
     with pytest.raises(ValueError, match="has no training record"):
         diagnose(empty)

@@ -81,7 +81,7 @@ def test_measuring_changes_nothing() -> None:
 
 def test_blocks_by_name_and_the_nearest_name_for_a_wrong_one() -> None:
     assert list(OscillationProbe(uvit(), BATCH, blocks=["norm"]).norms()) == ["norm"]
-    with pytest.raises(ValueError, match=r"UViT has no module 'midblock'; did you mean 'mid_block'\?"):
+    with pytest.raises(ValueError, match=r"blocks: no module 'midblock'; did you mean 'mid_block'\?"):
         OscillationProbe(uvit(), BATCH, blocks=["midblock"])
     with pytest.raises(ValueError, match="every: must be at least 1"):
         OscillationProbe(uvit(), BATCH, every=0)

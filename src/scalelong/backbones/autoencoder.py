@@ -1,6 +1,6 @@
 """Autoencoders of latent diffusion: any AutoencoderKL of diffusers, and a small one that trains in minutes.
 
-Shapes: B images (B, 3, H, W) in [-1, 1]; latents (B, C, h, w) with h = H / factor.
+Shapes: B images (B, 3, H, W) in [-1, 1]; latents (B, C, h, w).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-_DECODED_AT_ONCE = 64
 
 
 def small_autoencoder(
@@ -30,10 +28,8 @@ def small_autoencoder(
     if not widths or any(width < 8 or width % 8 for width in widths):
         raise ValueError(f"autoencoder.widths: must be multiples of 8, got {widths}; (16, 32) halves the image once")
     if size % 2 ** (len(widths) - 1):
-        raise ValueError(
-            f"autoencoder.widths: {len(widths)} levels halve the image {len(widths) - 1} times, which {size} pixels do "
-            "not allow; use fewer levels"
-        )
+        fault = f"{len(widths)} levels halve the image {len(widths) - 1} times, which {size} pixels do not allow"
+        raise ValueError(f"autoencoder.widths: {fault}; use fewer levels")
     return AutoencoderKL(
         in_channels=channels,
         out_channels=channels,
@@ -59,25 +55,17 @@ class Autoencoder:
     scale: float
     shift: float = 0.0
 
-    @property
-    def factor(self) -> int:
-        """Pixels per latent along one side."""
-        return int(2 ** (len(self.model.config.block_out_channels) - 1))
-
     def latent_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """(C, h, w) of the latents of images of this (channels, H, W)."""
         channels, height, width = shape
-        if channels != self.model.config.in_channels:
-            raise ValueError(
-                f"autoencoder: takes {self.model.config.in_channels} channels, the images have {channels}; "
-                "use an autoencoder trained on such images"
-            )
-        if height % self.factor or width % self.factor:
-            raise ValueError(
-                f"autoencoder: divides each side by {self.factor}, which {height} x {width} pixels do not allow; "
-                "set the image size to a multiple of it"
-            )
-        return self.model.config.latent_channels, height // self.factor, width // self.factor
+        config = self.model.config
+        factor = 2 ** (len(config.block_out_channels) - 1)
+        if channels != config.in_channels:
+            raise ValueError(f"autoencoder: takes {config.in_channels} channels, got images of {channels}; use another")
+        if height % factor or width % factor:
+            fault = f"divides each side by {factor}, which {height} x {width} pixels do not allow"
+            raise ValueError(f"autoencoder: {fault}; set the image size to a multiple of it")
+        return config.latent_channels, height // factor, width // factor
 
     def moments(self, images: Tensor) -> Tensor:
         """(B, 2, C, h, w): mean and log-variance of the latents, before scale and shift."""
@@ -87,10 +75,9 @@ class Autoencoder:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images of latents of unit variance, as the denoiser samples them; decoded in small batches."""
-        dtype, device = self.model.dtype, self.model.device
         with torch.no_grad():
-            stored = (latents / self.scale + self.shift).to(device, dtype)
-            return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, _DECODED_AT_ONCE)])
+            stored = (latents / self.scale + self.shift).to(self.model.device, self.model.dtype)
+            return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, 64)])
 
 
 def load_autoencoder(
@@ -99,53 +86,27 @@ def load_autoencoder(
     """An AutoencoderKL from a folder that `save_pretrained` wrote, or from the hub; `scale` replaces its scaling factor."""
     from diffusers import AutoencoderKL
 
-    folder = Path(name_or_folder).expanduser()
-    options: dict[str, Any] = {"use_safetensors": True}
-    if not (folder / "config.json").is_file() and not folder.is_dir() and not _is_hub_name(str(name_or_folder)):
+    name, folder = str(name_or_folder), Path(name_or_folder).expanduser()
+    if not folder.is_dir() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):  # nor a name on the hub
         raise FileNotFoundError(f"autoencoder: {folder} is not a folder with a config.json; check the path")
-    if _holds_pipeline(folder):
-        options["subfolder"] = "vae"
+    is_pipeline = not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file()
+    options: dict[str, Any] = {"use_safetensors": True, **({"subfolder": "vae"} if is_pipeline else {})}
     try:
-        model = AutoencoderKL.from_pretrained(str(folder if folder.is_dir() else name_or_folder), **options)
+        model = AutoencoderKL.from_pretrained(str(folder) if folder.is_dir() else name, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"autoencoder: {name_or_folder} cannot be loaded ({str(error).splitlines()[0]}); give a folder written by "
-            "save_pretrained, or a name on the hub while there is a network"
-        ) from error
-    model.eval().requires_grad_(False)
-    digest = autoencoder_digest(model)
-    config = model.config
-    return Autoencoder(
-        model.to(device), digest, float(scale or config.scaling_factor), float(config.get("shift_factor") or 0.0)
-    )
-
-
-_ARCHITECTURE = (
-    "in_channels",
-    "out_channels",
-    "down_block_types",
-    "up_block_types",
-    "block_out_channels",
-    "layers_per_block",
-    "latent_channels",
-    "norm_num_groups",
-    "act_fn",
-)
+        fault = f"{name} cannot be loaded ({str(error).splitlines()[0]})"
+        raise ValueError(f"autoencoder: {fault}; give a folder written by save_pretrained, or a hub name") from error
+    digest = autoencoder_digest(model.eval().requires_grad_(False))
+    scale, shift = float(scale or model.config.scaling_factor), float(model.config.get("shift_factor") or 0.0)
+    return Autoencoder(model.to(device), digest, scale, shift)
 
 
 def autoencoder_digest(model: Any) -> str:
     """sha256 of the architecture and the weights, independent of the files."""
-    described = {key: model.config[key] for key in _ARCHITECTURE}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    keys = ["in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"]
+    keys += ["layers_per_block", "latent_channels", "norm_num_groups", "act_fn"]
+    digest = hashlib.sha256(json.dumps({key: model.config[key] for key in keys}, sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
         digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _is_hub_name(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
-
-
-def _holds_pipeline(folder: Path) -> bool:
-    return not (folder / "config.json").is_file() and (folder / "vae" / "config.json").is_file()

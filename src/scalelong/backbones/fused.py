@@ -1,9 +1,8 @@
-"""Fused inference kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling.
+"""Fused inference kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling; measured by benchmarks/generate.py.
 
-Without gradients a matrix product can apply the GELU that follows it or accumulate in place, the residual path can stay in
-16 bits, and attention can handle the few tokens beyond its last full tile separately (attention_kernel.py). Measured by
-benchmarks/generate.py and benchmarks/attention.py. The fused GELU is the tanh approximation, off by at most 5e-4.
-Each kernel is one custom operator, since torch.compile would decompose it otherwise.
+Without gradients a matrix product can apply the GELU that follows it (the tanh approximation, off by at most 5e-4) or
+accumulate in place, and the residual path can stay in 16 bits. Each kernel is one custom operator, since torch.compile would
+decompose it otherwise.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
     for network in networks:
         attention_kernel = _has_attention_kernel(network)
         for module in network.modules():
-            fused = _fused_class(module, attention_kernel)
-            if fused is not None:
+            fused = _FUSED.get(type(module))
+            if fused is not None and _can_fuse(module, attention_kernel):
                 swapped.append((module, type(module)))
                 module.__class__ = fused
     try:
@@ -58,7 +57,8 @@ class FusedBlock(Block):
     """A block with its residual path in the dtype of its products, and an MLP of two kernels."""
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        x = x.to(_compute_dtype(x))
+        device = x.device.type
+        x = x.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype)
         if self.skip_linear is not None:
             x = self.skip_linear(x, skip)
         x = x + self.attn(self.norm1(x))
@@ -84,6 +84,9 @@ class FusedAttention(Attention):
         return projected
 
 
+_FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
+
+
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     """gelu(linear(x)) in the dtype of x."""
     found: Tensor = _linear_gelu(x, linear.weight.to(x.dtype), linear.bias.to(x.dtype))
@@ -96,32 +99,16 @@ def add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -
     return onto
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on, else that of x."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _fused_class(module: nn.Module, attention_kernel: bool) -> type[nn.Module] | None:
-    """The class that replaces a module's own during inference; None: it stays as it is."""
-    if type(module) is Block and _has_plain_mlp(module):
-        return FusedBlock
-    if type(module) is SkipLinear and _has_plain_parameters(module):
-        return FusedSkipLinear
-    if type(module) is Attention and attention_kernel:
-        return FusedAttention
-    return None
-
-
-def _has_plain_mlp(block: Block) -> bool:
-    """False if bypassing the calls of the MLP's layers would miss hooks, adapters or replaced forwards."""
-    if type(block.mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
+def _can_fuse(module: nn.Module, attention_kernel: bool) -> bool:
+    """False for a block if bypassing the calls of its MLP's layers would miss hooks, adapters or replaced forwards."""
+    if not isinstance(module, Block):
+        return attention_kernel if isinstance(module, Attention) else _has_plain_parameters(module)
+    mlp = module.mlp
+    if type(mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
         return False
-    layers = (block.mlp.fc1, block.mlp.fc2)
-    hooked = [
-        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in (block.mlp, *layers)
-    ]
-    return not any(hooked) and all(type(layer) is nn.Linear and _has_plain_parameters(layer) for layer in layers)
+    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in mlp.modules()):
+        return False
+    return all(type(layer) is nn.Linear and _has_plain_parameters(layer) for layer in (mlp.fc1, mlp.fc2))
 
 
 def _has_plain_parameters(module: nn.Module) -> bool:
@@ -130,7 +117,7 @@ def _has_plain_parameters(module: nn.Module) -> bool:
 
 
 def _has_attention_kernel(network: UViT) -> bool:
-    """True for 16 x 16 patches with one or two extra tokens and heads of 64 channels, as in every preset without text."""
+    """True for 16 x 16 patches, one or two extra tokens and heads of 64 channels, as in every preset without text."""
     measured = network.num_tokens in (257, 258) and network.config.dim == 64 * network.config.heads
     return measured and network.pos_embed.is_cuda and _gpu_has_kernel()
 

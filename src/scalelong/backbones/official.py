@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from scalelong.backbones.uvit import UViT, UViTConfig
-from scalelong.errors import did_you_mean
+from scalelong.errors import unknown_name
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips import apply
 
 CODES = ("none", "rsqrt2", "cs", "ls", "ls_individual")  # the public code's numbers 0 .. 4
-REDUCTION = 16
 LAYERS = {"layer1": "zeta.0", "layer2": "zeta.2"}  # layers of a gate: public name -> ours
 
 # The public code's settings: our name for each, and its default there.
@@ -58,23 +57,24 @@ def load_official_uvit(
     """
     method = _method(scalelong)
     scaling = _scaling_config(method, kappa)
-    uvit = _uvit_config(config)
-    state = _without_prefix(state_dict)
+    prefix = "module." if all(name.startswith("module.") for name in state_dict) else ""  # of data-parallel training
+    state = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+    gates = {name: state.pop(name) for name in list(state) if name.startswith("se.")}
     with torch.device("meta"):
-        model = UViT(uvit)
-    gate_shapes = _gate_shapes(method, model.num_tokens, model.num_skips)
-    _check_state(state, {name: tuple(value.shape) for name, value in model.state_dict().items()}, gate_shapes, method)
-
-    model.to_empty(device="cpu")
-    model.load_state_dict({name: value for name, value in state.items() if name not in gate_shapes})
+        model = UViT(_uvit_config(config))
+    stored = "ls" if "se.layer1.weight" in gates else "ls_individual" if gates else "none"
+    if stored != (method if method in ("ls", "ls_individual") else "none"):
+        raise ValueError(f"official.scalelong: {method!r} does not fit the weights, which have the gates of {stored!r}")
+    _check_shapes(state, model)
+    model.to_empty(device="cpu").load_state_dict(state)
     handle = apply(model, scaling.method, **scaling.options)
-    if gate_shapes:
-        gates = {_our_gate_name(name, model.num_skips): state[name] for name in gate_shapes}
-        handle.scaling.load_state_dict(gates)
+    if gates:
+        renamed = {_our_gate_name(name, model.num_skips): value for name, value in gates.items()}
+        try:
+            handle.scaling.load_state_dict(renamed)
+        except RuntimeError as error:
+            raise ValueError(f"official.state_dict: the gates do not fit the settings ({error})") from error
     return model
-
-
-# --------------------------------------------------------------------------------------------------- settings to settings
 
 
 def _method(scalelong: int | str) -> str:
@@ -88,53 +88,24 @@ def _method(scalelong: int | str) -> str:
 
 def _scaling_config(method: str, kappa: float | None) -> ScalingConfig:
     if method in ("ls", "ls_individual"):
-        return ScalingConfig.create("ls", shared=method == "ls", reduction=REDUCTION)
-    if method != "cs":
-        return ScalingConfig.create(method)
-    if kappa is None:
-        raise ValueError(
-            "official.kappa: None with 'cs'; pass the kappa it was trained with, which the weights do not store"
-        )
-    return ScalingConfig.create("cs", kappa=kappa)
+        return ScalingConfig.create("ls", shared=method == "ls", reduction=16)
+    if method == "cs" and kappa is None:
+        raise ValueError("official.kappa: None with 'cs'; pass the kappa of the training, which is not in the weights")
+    return ScalingConfig.create("cs", kappa=kappa) if method == "cs" else ScalingConfig.create(method)
 
 
 def _uvit_config(config: Mapping[str, Any]) -> UViTConfig:
-    known = [*SETTINGS, *FIXED]
     for key, value in config.items():
-        if key not in known:
-            hint = f"{did_you_mean(key, known)}known: {', '.join(known)}"
-            raise ValueError(f"official.{key}: unknown setting (got {value!r}); {hint}")
+        if key not in SETTINGS and key not in FIXED:
+            raise unknown_name("official.config", key, [*SETTINGS, *FIXED])
         if key in FIXED and value is not FIXED[key]:
             raise ValueError(f"official.{key}: {value!r} is not supported; only {FIXED[key]!r} is")
     given = {ours: config.get(theirs, default) for theirs, (ours, default) in SETTINGS.items()}
-    if (given["text_dim"] is None) != (given["text_tokens"] is None):
-        raise ValueError(
-            f"official.clip_dim: {given['text_dim']!r} with num_clip_token {given['text_tokens']!r}; "
-            "a text model needs both, any other neither"
-        )
+    dim, tokens = given["text_dim"], given["text_tokens"]
+    if (dim is None) != (tokens is None):
+        raise ValueError(f"official.clip_dim: {dim!r} with num_clip_token {tokens!r}; a text model needs both")
     classes = 0 if given["num_classes"] == -1 else given["num_classes"]
-    text = {"text_dim": given["text_dim"] or 0, "text_tokens": given["text_tokens"] or 0}
-    return UViTConfig(**{**given, **text, "num_classes": classes})
-
-
-# ------------------------------------------------------------------------------------------------------ weights to weights
-
-
-def _without_prefix(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without the "module." prefix of data-parallel training."""
-    prefixed = all(name.startswith("module.") for name in state_dict)
-    return {name.removeprefix("module.") if prefixed else name: value for name, value in state_dict.items()}
-
-
-def _gate_shapes(method: str, tokens: int, num_skips: int) -> dict[str, tuple[int, ...]]:
-    """Public names and shapes of a method's gates."""
-    gates = {"ls": ["se"], "ls_individual": [f"se.{j}" for j in range(num_skips)]}.get(method, [])
-    hidden = max(1, tokens // REDUCTION)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for gate in gates:
-        shapes |= {f"{gate}.layer1.weight": (hidden, tokens), f"{gate}.layer1.bias": (hidden,)}
-        shapes |= {f"{gate}.layer2.weight": (tokens, hidden), f"{gate}.layer2.bias": (tokens,)}
-    return shapes
+    return UViTConfig(**{**given, "text_dim": dim or 0, "text_tokens": tokens or 0, "num_classes": classes})
 
 
 def _our_gate_name(name: str, num_skips: int) -> str:
@@ -144,35 +115,11 @@ def _our_gate_name(name: str, num_skips: int) -> str:
     return f"gates.{gate}.{LAYERS[layer]}.{kind}"
 
 
-def _check_state(
-    state: Mapping[str, Tensor],
-    backbone: Mapping[str, tuple[int, ...]],
-    gates: Mapping[str, tuple[int, ...]],
-    method: str,
-) -> None:
-    """Raise unless the names and shapes are those that the settings imply."""
-    wanted = {**backbone, **gates}
-    missing = [name for name in wanted if name not in state]
-    extra = [name for name in state if name not in wanted]
-    if any(name.startswith("se.") for name in (*missing, *extra)):
-        found = sorted(name for name in state if name.startswith("se."))
-        raise ValueError(
-            f"official.scalelong: {method!r} does not fit the gates in the weights, {_some(found)}; se.layer1 and "
-            "se.layer2 belong to 3 ('ls'), se.0.layer1 and so on to 4 ('ls_individual'), no gates to 0, 1 and 2"
-        )
-    if missing or extra:
-        raise ValueError(
-            f"official.state_dict: missing {_some(missing)}; unexpected {_some(extra)}; pass the settings (depth, "
-            "num_classes, mlp_time_embed, conv, clip_dim, ...) of the training"
-        )
-    for name, shape in wanted.items():
-        if tuple(state[name].shape) != shape:
-            raise ValueError(
-                f"official.state_dict: {name} is {tuple(state[name].shape)}, the settings say {shape}; "
-                "pass the settings of the training"
-            )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4]) or "none"
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+def _check_shapes(state: Mapping[str, Tensor], model: UViT) -> None:
+    """Raise unless the names and shapes of the weights are those that the settings imply."""
+    wanted, found = ({name: tuple(v.shape) for name, v in tensors.items()} for tensors in (model.state_dict(), state))
+    wrong = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
+    if wrong:
+        name, more = wrong[0], f" (and {len(wrong) - 1} more differ)" if len(wrong) > 1 else ""
+        shapes = f"{found.get(name, 'missing')}, the settings say {wanted.get(name, 'there is none')}"
+        raise ValueError(f"official.state_dict: {name} is {shapes}{more}; pass the settings of the training")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ def ddpm_cifar10(**changes: Any) -> nn.Module:
     settings = {
         "sample_size": 32,
         "block_out_channels": (128, 256, 256, 256),
-        "layers_per_block": 2,
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
         "attention_head_dim": None,  # one head
@@ -37,7 +35,6 @@ def iddpm_imagenet64(**changes: Any) -> nn.Module:
     settings = {
         "sample_size": 64,
         "block_out_channels": (160, 320, 480, 640),
-        "layers_per_block": 2,
         "down_block_types": ("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
         "up_block_types": ("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
         "attention_head_dim": 32,
@@ -54,10 +51,7 @@ def text_latent(**changes: Any) -> nn.Module:
     """
     settings = {
         "sample_size": 32,
-        "in_channels": 4,
-        "out_channels": 4,
         "block_out_channels": (224, 448, 448, 672),
-        "layers_per_block": 2,
         "down_block_types": ("CrossAttnDownBlock2D",) * 4,
         "up_block_types": ("CrossAttnUpBlock2D",) * 4,
         "attention_head_dim": 7,  # diffusers' name for the NUMBER of heads here: 32, 64, 64 and 96 channels each
@@ -66,45 +60,39 @@ def text_latent(**changes: Any) -> nn.Module:
     return _build("UNet2DConditionModel", {**settings, **changes})
 
 
-def _build(name: str, settings: Mapping[str, Any]) -> nn.Module:
+def _build(name: str, settings: dict[str, Any]) -> nn.Module:
     import diffusers  # takes seconds to import, and U-ViTs do not need it
 
     model: nn.Module = getattr(diffusers, name)(**settings)
     return model
 
 
-@dataclass(frozen=True)
-class DiffusersUNet:
-    """A UNet of diffusers called like a U-ViT: net(x, time, class_labels=..., context=...) -> Tensor."""
-
-    model: nn.Module
-
-    def __call__(self, x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
-        image: Tensor = self.model(**model_inputs(self.model, x, time, **condition), return_dict=False)[0]
-        return image
-
-
 def as_network(model: nn.Module) -> Callable[..., Tensor]:
-    """The model as net(x, time, class_labels=..., context=...) -> Tensor: itself, or a wrapper of a diffusers UNet.
-
-    The model may be compiled or in DDP.
+    """The model, which may be compiled or in DDP, as net(x, time, class_labels=..., context=...) -> Tensor.
 
     >>> import torch
     >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
     >>> net(torch.randn(1, 3, 32, 32), torch.tensor([500.0])).shape
     torch.Size([1, 3, 32, 32])
     """
-    return DiffusersUNet(model) if _diffusers_class(model) else model
+    if not _diffusers_class(model):
+        return model
+
+    def network(x: Tensor, time: Tensor, **condition: Tensor | None) -> Tensor:
+        image: Tensor = model(**model_inputs(model, x, time, **condition), return_dict=False)[0]
+        return image
+
+    return network
 
 
 def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor | None) -> dict[str, Any]:
     """The keyword arguments of a model for these inputs; conditions that are None are left out."""
     given = {name: value for name, value in condition.items() if value is not None}
-    name = _diffusers_class(model)
-    if not name:
+    cls = _diffusers_class(model)
+    if not cls:
         return {"x": x, "time": time, **given}
-    for wrong in given.keys() - {"class_labels", "context" if name == "UNet2DConditionModel" else ""}:
-        raise ValueError(f"network.{wrong}: a {name} has no such condition; leave {wrong} out")
+    for wrong in given.keys() - {"class_labels", "context" if cls == "UNet2DConditionModel" else ""}:
+        raise ValueError(f"network.{wrong}: a {cls} has no such condition; leave {wrong} out")
     renamed = {"encoder_hidden_states" if name == "context" else name: value for name, value in given.items()}
     return {"sample": x, "timestep": time, **renamed}
 
@@ -117,8 +105,7 @@ def _diffusers_class(model: nn.Module) -> str:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's module inside those of torch.compile and DDP."""
-    for attribute, wrapper in (("_orig_mod", "OptimizedModule"), ("module", "DistributedDataParallel")):
-        if type(model).__name__ == wrapper:
-            inner: nn.Module = getattr(model, attribute)
-            return unwrapped(inner)
+    attributes = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+    while type(model).__name__ in attributes:
+        model = getattr(model, attributes[type(model).__name__])
     return model

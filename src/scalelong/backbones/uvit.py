@@ -41,32 +41,29 @@ class UViTConfig:
     checkpointing: bool = False  # recompute activations of blocks in the backward pass
 
     def __post_init__(self) -> None:
-        for key in ("image_size", "patch_size", "in_channels", "dim", "depth", "heads"):
-            self._whole_number(key, at_least=1)
-        for key in ("num_classes", "text_dim", "text_tokens"):
-            self._whole_number(key, at_least=0)
-        if self.image_size % self.patch_size:
-            self._refuse("patch_size", f"does not divide image_size {self.image_size}; choose a divisor of it")
-        if self.dim % self.heads:
-            self._refuse("heads", f"does not divide dim {self.dim}; choose a divisor of it")
-        if self.dim % 2:
-            self._refuse("dim", "is odd, but the time embedding is half cosines, half sines; choose an even width")
+        least = dict.fromkeys(("image_size", "patch_size", "in_channels", "dim", "depth", "heads"), 1)
+        least |= dict.fromkeys(("num_classes", "text_dim", "text_tokens"), 0)
+        for key, minimum in least.items():
+            value = getattr(self, key)
+            if type(value) is not int or value < minimum:
+                raise ValueError(f"uvit.{key}: {value!r} must be a whole number of at least {minimum}")
+        size, patch, dim, heads = self.image_size, self.patch_size, self.dim, self.heads
+        if size % patch:
+            raise ValueError(f"uvit.patch_size: {patch} does not divide image_size {size}; choose a divisor of it")
+        if dim % heads:
+            raise ValueError(f"uvit.heads: {heads} does not divide dim {dim}; choose a divisor of it")
+        if dim % 2:
+            raise ValueError(f"uvit.dim: {dim} is odd, but the time embedding is half cosines, half sines")
         if self.depth % 2:
-            self._refuse("depth", "is odd, but each in-block needs its out-block; choose an even depth")
+            raise ValueError(f"uvit.depth: {self.depth} is odd, but each in-block needs its out-block")
         if not self.mlp_ratio > 0:
-            self._refuse("mlp_ratio", "must be positive; 4.0 is usual")
+            raise ValueError(f"uvit.mlp_ratio: {self.mlp_ratio!r} must be positive; 4.0 is usual")
         if (self.text_dim > 0) != (self.text_tokens > 0):
-            self._refuse("text_tokens", f"does not go with text_dim {self.text_dim}; set both, or neither")
+            raise ValueError(
+                f"uvit.text_tokens: {self.text_tokens} does not go with text_dim {self.text_dim}; set both"
+            )
         if self.num_classes and self.text_dim:
-            self._refuse("num_classes", "cannot be combined with text; set num_classes=0 or text_dim=text_tokens=0")
-
-    def _whole_number(self, key: str, at_least: int) -> None:
-        value = getattr(self, key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            self._refuse(key, f"must be a whole number of at least {at_least}")
-
-    def _refuse(self, key: str, reason: str) -> None:
-        raise ValueError(f"uvit.{key}: {getattr(self, key)!r} {reason}")
+            raise ValueError(f"uvit.num_classes: {self.num_classes} cannot be combined with text; set one of them to 0")
 
 
 def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
@@ -111,9 +108,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads T D/heads
-        mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        projected: Tensor = self.proj(mixed)
-        return projected
+        mixed: Tensor = self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Mlp(nn.Module):
@@ -195,10 +191,7 @@ class UViT(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.decoder_pred = nn.Linear(dim, config.patch_size**2 * channels)
         self.final_layer = nn.Conv2d(channels, channels, 3, padding=1) if config.final_conv else nn.Identity()
-        self._initialise()
-
-    def _initialise(self) -> None:
-        """Linear weights and positions: truncated normal, std 0.02; biases: 0; all others: torch's default."""
+        # Linear weights and positions: truncated normal, std 0.02; biases: 0; all others: torch's default.
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -210,10 +203,9 @@ class UViT(nn.Module):
         self, x: Tensor, time: Tensor, class_labels: Tensor | None = None, context: Tensor | None = None
     ) -> Tensor:
         """x: (B, C, H, W); time: (B,) or scalar, already scaled (t * 999); class_labels: (B,); context: (B, text, width)."""
-        config = self.config
         self._check_inputs(x, class_labels, context)
-        tokens = torch.cat([*self._extra_tokens(x, time, class_labels, context), self.patch_embed(x)], dim=1)
-        tokens = tokens + self.pos_embed
+        extras = self._extra_tokens(time.reshape(-1).expand(x.shape[0]), class_labels, context)
+        tokens = torch.cat([*extras, self.patch_embed(x)], dim=1) + self.pos_embed
         skips: list[Tensor] = []
         for block in self.in_blocks:
             tokens = self._run(block, tokens)
@@ -222,23 +214,18 @@ class UViT(nn.Module):
         for block in self.out_blocks:
             tokens = self._run(block, tokens, skips.pop())
         patches = self.decoder_pred(self.norm(tokens))[:, self.num_extras :]
-        image: Tensor = self.final_layer(unpatchify(patches, config.patch_size, config.in_channels))
+        image: Tensor = self.final_layer(unpatchify(patches, self.config.patch_size, self.config.in_channels))
         return image
 
     def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
         """The output of a block; with config.checkpointing, its activations are recomputed in the backward pass."""
-        if self.config.checkpointing and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
-            return recomputed
-        output: Tensor = block(*inputs)
+        recompute = self.config.checkpointing and torch.is_grad_enabled()
+        output: Tensor = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return output
 
-    def _extra_tokens(
-        self, x: Tensor, time: Tensor, class_labels: Tensor | None, context: Tensor | None
-    ) -> list[Tensor]:
+    def _extra_tokens(self, time: Tensor, class_labels: Tensor | None, context: Tensor | None) -> list[Tensor]:
         """[time], [class, time] or [time, text], each (B, number, D)."""
-        embedded_time = timestep_embedding(time.reshape(-1).expand(x.shape[0]), self.config.dim)
-        tokens = [self.time_embed(embedded_time.to(self.pos_embed.dtype))[:, None]]
+        tokens = [self.time_embed(timestep_embedding(time, self.config.dim).to(self.pos_embed.dtype))[:, None]]
         if self.label_emb is not None:
             tokens.insert(0, self.label_emb(class_labels)[:, None])
         if self.context_embed is not None:
@@ -250,17 +237,13 @@ class UViT(nn.Module):
         image, text = (config.in_channels, config.image_size, config.image_size), (config.text_tokens, config.text_dim)
         if x.shape[1:] != image:
             raise ValueError(f"uvit.image_size: images are {tuple(x.shape[1:])}, this model takes {image}; resize them")
-        _check_condition("num_classes", config.num_classes, "class_labels", class_labels)
-        _check_condition("text_dim", config.text_dim, "context", context)
+        given = {"num_classes": ("class_labels", class_labels), "text_dim": ("context", context)}
+        for key, (name, value) in given.items():
+            size: int = getattr(config, key)
+            if bool(size) != (value is not None):
+                wrong = f"None; pass {name}" if size else f"given; leave {name} out"
+                raise ValueError(f"uvit.{key}: the model was built with {size}, but {name} is {wrong}")
         if context is not None and context.shape[1:] != text:
             raise ValueError(
-                f"uvit.text_tokens: texts are {tuple(context.shape[1:])}, this model takes {text}; pad them"
+                f"uvit.text_tokens: texts are {tuple(context.shape[1:])}, the model takes {text}; pad them"
             )
-
-
-def _check_condition(key: str, size: int, name: str, value: Tensor | None) -> None:
-    """Raise unless a condition is given exactly when the model was built for it."""
-    if size and value is None:
-        raise ValueError(f"uvit.{key}: the model was built with {size}, but {name} is None; pass {name}")
-    if not size and value is not None:
-        raise ValueError(f"uvit.{key}: the model was built with 0, but {name} is given; leave {name} out or set {key}")

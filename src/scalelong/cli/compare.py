@@ -1,9 +1,4 @@
-"""Compare runs: mean ± sd over seeds, and the steps and seconds that each method needs to a given loss or quality.
-
-Example: scalelong compare runs/none-seed0 runs/cs-seed0 --loss 0.05
-
-Example: scalelong compare --preset digits-demo --methods none cs:0.7 ls --seeds 0 1 2 --out runs/compare
-"""
+"""`scalelong compare`. Torch is imported only to train."""
 
 from __future__ import annotations
 
@@ -15,14 +10,18 @@ from pathlib import Path
 import tyro
 
 from scalelong.cli.arguments import RunFolders
-from scalelong.report import compare_runs, read_runs, write_report
-from scalelong.report.tables import summary, write_csv
+from scalelong.report import compare_runs, read_runs, tables, write_report
 from scalelong.runs.presets import get_preset
 
 
 @dataclass(frozen=True)
 class Compare:
-    """The command line."""
+    """Compare runs: mean ± sd over seeds, and the steps and seconds that each method needs to a given loss or quality.
+
+    Example: scalelong compare runs/none-seed0 runs/cs-seed0 --loss 0.05
+
+    Example: scalelong compare --preset digits-demo --methods none cs:0.7 ls --seeds 0 1 2 --out runs/compare
+    """
 
     runs: RunFolders = ()  # run folders, or folders of run folders
     preset: str = ""  # train this preset with every method and seed first; the same command again resumes
@@ -38,14 +37,15 @@ class Compare:
 
 def main(arguments: list[str]) -> None:
     """Train what is missing, then compare."""
-    command = tyro.cli(Compare, args=arguments, prog="scalelong compare", description=__doc__)
-    for flag, value in (("loss", command.loss), ("metric-value", command.metric_value)):
+    command = tyro.cli(Compare, args=arguments, prog="scalelong compare")
+    targets = {"loss": command.loss, "metric-value": command.metric_value}
+    for flag, value in targets.items():
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{flag}: must be a finite number, got {value}")
     folders: list[str | Path] = [*command.runs]
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if command.preset:
-        from scalelong.stability.sweep import sweep, train_in_turn  # imports torch, which comparing does not need
+        from scalelong.stability.sweep import sweep, train_in_turn
 
         configs = sweep(get_preset(command.preset), command.methods, command.seeds, command.steps)
         out = Path(command.out or f"runs/compare-{command.preset}")
@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> None:
     comparison = compare_runs(runs)
     if command.metric_value is not None and not comparison.metrics:
         raise ValueError("metric-value: no run has an evaluation; scalelong evaluate RUN adds one")
-    races = comparison.races(command.loss, command.metric_value)
-    print(summary(comparison, races, refused))
+    races = comparison.races(*targets.values())
+    print(tables.summary(comparison, races, refused))
     if command.csv:
-        print(f"\ntable    {command.csv}\npairs    {write_csv(comparison, races, Path(command.csv))}")
+        print(f"\ntable    {command.csv}\npairs    {tables.write_csv(comparison, races, Path(command.csv))}")
     if command.report:
-        print(f"report   {write_report(runs, command.report, refused, command.loss, command.metric_value)}")
+        print(f"report   {write_report(runs, command.report, refused, *targets.values())}")

@@ -1,7 +1,4 @@
-"""What a run's records say about its stability: which blocks oscillate, whether gradients spike, what to try.
-
-Example: scalelong diagnose runs/digits-ls
-"""
+"""`scalelong diagnose`."""
 
 from __future__ import annotations
 
@@ -11,12 +8,14 @@ from dataclasses import asdict, dataclass
 import tyro
 
 from scalelong.cli.arguments import RunFolder
-from scalelong.stability.diagnosis import diagnose
 
 
 @dataclass(frozen=True)
 class Diagnose:
-    """The command line."""
+    """What a run's records say about its stability: which blocks oscillate, whether gradients spike, what to try.
+
+    Example: scalelong diagnose runs/digits-ls
+    """
 
     run: RunFolder  # a run folder, best of a run trained with --probe-every
     json: bool = False  # print the sentences with their numbers as JSON
@@ -24,8 +23,10 @@ class Diagnose:
 
 def main(arguments: list[str]) -> None:
     """Print the diagnosis."""
-    command = tyro.cli(Diagnose, args=arguments, prog="scalelong diagnose", description=__doc__)
-    found = diagnose(command.run)
+    from scalelong.stability import diagnosis
+
+    command = tyro.cli(Diagnose, args=arguments, prog="scalelong diagnose")
+    found = diagnosis.diagnose(command.run)
     if command.json:
         print(json.dumps([asdict(sentence) for sentence in found], indent=1))
         return

@@ -1,9 +1,4 @@
-"""Export a model from a run, with a model card: its weights for this package, or a pipeline that diffusers loads.
-
-Example: scalelong export runs/demo/cs --out exported/digits-cs
-
-Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-pipeline
-"""
+"""`scalelong export`."""
 
 from __future__ import annotations
 
@@ -13,13 +8,16 @@ from typing import Literal
 import tyro
 
 from scalelong.cli.arguments import RunFolder
-from scalelong.pipelines import export_pipeline, export_weights
-from scalelong.training import load_run
 
 
 @dataclass(frozen=True)
 class Export:
-    """The command line of `scalelong export`."""
+    """Export a model from a run, with a model card: its weights for this package, or a pipeline that diffusers loads.
+
+    Example: scalelong export runs/demo/cs --out exported/digits-cs
+
+    Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-pipeline
+    """
 
     run: RunFolder  # the run's folder
     format: Literal["scalelong", "diffusers"] = "scalelong"  # weights and gates, or a pipeline folder
@@ -31,11 +29,12 @@ class Export:
 
 def main(arguments: list[str]) -> None:
     """Export and print where to and how to load it."""
-    command = tyro.cli(Export, args=arguments, prog="scalelong export", description=__doc__)
+    command = tyro.cli(Export, args=arguments, prog="scalelong export")
+    from scalelong.pipelines import export_pipeline, export_weights
+    from scalelong.training import load_run
+
     if command.sampler and command.format != "diffusers":
-        raise ValueError(
-            f"sampler: {command.sampler!r}, but weights have none; leave it out, or use --format diffusers"
-        )
+        raise ValueError(f"sampler: weights have none, got {command.sampler!r}; omit it or use --format diffusers")
     run = load_run(command.run, weights=command.weights, step=command.checkpoint)
     if command.format == "scalelong":
         print(f"step {run.step} ({run.weights}): {export_weights(run, command.out or run.folder / 'export')}")

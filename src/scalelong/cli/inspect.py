@@ -1,16 +1,9 @@
-"""Draw the U of a model as text and as a picture: stages, skips, channels, coefficients, how far kappa reaches.
-
-MODEL is a preset, a run folder, a diffusers folder (of a model or a pipeline), or module:callable, which returns a model,
-or a model and an example input. Models of 100M parameters and more are inspected without their values.
-
-Example: scalelong inspect cifar10-unet --method cs --kappa 0.7 --out u.png
-"""
+"""`scalelong inspect`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,7 +21,13 @@ from scalelong.skips.example import undisturbed
 
 @dataclass(frozen=True)
 class Inspect:
-    """Options of `scalelong inspect`."""
+    """Draw the U of a model as text and as a picture: stages, skips, channels, coefficients, how far kappa reaches.
+
+    MODEL is a preset, a run folder, a diffusers folder (of a model or a pipeline), or module:callable, which returns a
+    model, or a model and an example input. Models of 100M parameters and more are inspected without their values.
+
+    Example: scalelong inspect cifar10-unet --method cs --kappa 0.7 --out u.png
+    """
 
     model: ModelName  # see above
     method: str = ""  # scale with this method first; default: the model as it is
@@ -40,16 +39,16 @@ class Inspect:
 
 def main(arguments: list[str]) -> None:
     """Open, measure, draw."""
-    command = tyro.cli(Inspect, args=arguments, prog="scalelong inspect", description=__doc__)
+    command = tyro.cli(Inspect, args=arguments, prog="scalelong inspect")
     if command.out and not command.out.endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"out: must end in .png, .svg or .pdf, got {command.out!r}")
-    shape = u_shape(open_model(command.model, command.shape), command)
+    shape = _u_shape(open_model(command.model, command.shape), command)
     print(as_text(shape))
     if command.out:
         print(f"\npicture  {draw(shape, command.out)}")
 
 
-def u_shape(opened: Opened, command: Inspect) -> UShape:
+def _u_shape(opened: Opened, command: Inspect) -> UShape:
     """Scale the model as asked and collect what is drawn."""
     model = opened.model
     if command.method and is_scaled(model):
@@ -61,34 +60,24 @@ def u_shape(opened: Opened, command: Inspect) -> UShape:
         if options and command.method in METHODS and "kappa" not in METHODS[command.method].defaults:
             raise ValueError(f"kappa: {command.method!r} has none; leave it out")
         handle = scalelong.apply(model, command.method, example=opened.example, placement=command.placement, **options)
-        skips = [
-            new if new.after_norm else dataclasses.replace(new, reach=old.reach)
-            for new, old in zip(handle.skips, skips, strict=True)
-        ]
-    subtitle = str(scaling_of(model).config) if is_scaled(model) else "not scaled: every κ is 1"
-    coefficients = _coefficients(opened) if is_scaled(model) else [1.0] * len(skips)
+        pairs = zip(handle.skips, skips, strict=True)
+        skips = [new if new.after_norm else replace(new, reach=old.reach) for new, old in pairs]
+    subtitle, coefficients = "not scaled: every κ is 1", [1.0] * len(skips)
+    if is_scaled(model):
+        subtitle, coefficients = str(scaling_of(model).config), scaling_of(model).current()
+        if any(map(math.isnan, coefficients)) and opened.example is not None:  # gates: their output on the example
+            args, kwargs = opened.example
+            with undisturbed(model), torch.no_grad():
+                model(*args, **kwargs)
+                coefficients = scaling_of(model).current()
     rungs = [
-        Rung(
-            skip.index, skip.made_in, skip.used_in, skip.size.channels, _size(skip, shape),
-            None if math.isnan(kappa) else kappa, skip.reach,
-        )
+        Rung(skip.index, skip.made_in, skip.used_in, skip.size.channels, _size(skip, shape), kappa, skip.reach)
         for skip, shape, kappa in zip(skips, shapes, coefficients, strict=True)
-    ]  # fmt: skip
+    ]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     count = f"{parameters / 1e6:.1f}M" if parameters >= 1e5 else f"{parameters:,}"
     plural = "" if len(skips) == 1 else "s"
     return UShape(f"{type(model).__name__}: {count} parameters, {len(skips)} long skip{plural}", subtitle, rungs)
-
-
-def _coefficients(opened: Opened) -> list[float]:
-    """The constants, or the output of the gates on the example."""
-    model, scaling = opened.model, scaling_of(opened.model)
-    if any(map(math.isnan, scaling.current())) and opened.example is not None:
-        args, kwargs = opened.example
-        with undisturbed(model), torch.no_grad():
-            model(*args, **kwargs)
-            return scaling.current()
-    return scaling.current()
 
 
 def _size(skip: LongSkip, shape: tuple[int, ...] | None) -> str:

@@ -1,4 +1,4 @@
-"""`scalelong VERB ...`: imports and runs the file of the verb; expected errors are printed as one line."""
+"""`scalelong VERB ...`: imports the file of the verb and runs it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,24 @@ VERBS = {
     "doctor": "report what this machine and this installation can do",
 }
 
-EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)
+EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # printed as one line
 
-
-def usage() -> str:
-    """The list of verbs."""
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb.ljust(width)}  {what}" for verb, what in VERBS.items())
-    return f"usage: scalelong VERB [options]\n\n{verbs}\n\nscalelong VERB --help lists the options of a verb."
+_LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
+USAGE = f"usage: scalelong VERB [options]\n\n{_LIST}\n\nscalelong VERB --help lists the options of a verb."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
+        print(USAGE)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"scalelong {__version__}")
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{usage()}", file=sys.stderr)
+        print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):

@@ -1,4 +1,4 @@
-"""Open the model that a user names: a preset, a run folder, a diffusers folder, or module:callable."""
+"""Open a model that is named on the command line, for `inspect` and `kappa`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import scalelong
-from scalelong.data.registry import expected_shape
+from scalelong.data.base import find_source
+from scalelong.errors import unknown_name
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
@@ -47,9 +48,7 @@ class Opened:
 
 def known_config(name: str) -> RunConfig | None:
     """The configuration of a preset or a run folder; None for other models."""
-    if name in PRESETS:
-        return get_preset(name)
-    return read_config(name) if is_run(name) else None
+    return PRESETS.get(name) or (read_config(name) if is_run(name) else None)
 
 
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
@@ -66,7 +65,7 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
         model, own_example = _from_callable(name)
         example = example or own_example
     else:
-        raise AssertionError(get_preset(name))  # raises, with the nearest name
+        raise unknown_name("preset", name, PRESETS)
     if example is not None:
         return Opened(model, None if is_meta(model) else example, example)
     try:
@@ -74,10 +73,8 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
         return Opened(model, example, generated_example(model, full_size=True))
     except ValueError:
         if known_skips(model) is None:
-            raise ValueError(
-                f"shape: {type(model).__name__} is not a known class, so it must be run once; pass the shapes of its inputs, "
-                "--shape 1,3,32,32 1 (or let module:callable return the model and an example)"
-            ) from None
+            cls = type(model).__name__
+            raise ValueError(f"shape: {cls} is not a known class; pass its inputs, as --shape 1,3,32,32 1") from None
         return Opened(model, None, None)
 
 
@@ -107,7 +104,7 @@ def example_tensor(text: str) -> Tensor:
 
 def _from_preset(name: str, example: Call | None) -> nn.Module:
     config = get_preset(name)
-    shape, conditioning = EXPECTED.get(config.data.name, (expected_shape(config.data.name), Conditioning()))
+    shape, conditioning = EXPECTED.get(config.data.name, (find_source(config.data.name)[0].shape, Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])
     if shape is None:
@@ -121,9 +118,7 @@ def _from_diffusers(folder: Path) -> nn.Module:
     candidates = [folder, *(folder / name for name in COMPONENTS)]
     home = next((path for path in candidates if (path / "config.json").is_file()), None)
     if home is None:
-        raise ValueError(
-            f"model: {folder} holds no model: no config.json there or in {', '.join(COMPONENTS)}, and no config.yaml of a run"
-        )
+        raise ValueError(f"model: {folder} has no config.json, there or in {', '.join(COMPONENTS)}, and no config.yaml")
     config = json.loads((home / "config.json").read_text())
     cls = getattr(diffusers, config.get("_class_name", ""), None)
     if cls is None:

@@ -1,7 +1,4 @@
-"""Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
-
-Example: scalelong report runs/demo/none runs/demo/cs --out report.html
-"""
+"""`scalelong report`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ from scalelong.report import read_runs, write_report
 
 @dataclass(frozen=True)
 class Report:
-    """The command line."""
+    """Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
+
+    Example: scalelong report runs/demo/none runs/demo/cs --out report.html
+    """
 
     runs: RunFolders = ()  # run folders, or folders of run folders
     out: str = ""  # default: report.html in the given folder, or in the current one if several are given
@@ -25,7 +25,7 @@ class Report:
 
 def main(arguments: list[str]) -> None:
     """Read runs and write the page."""
-    command = tyro.cli(Report, args=arguments, prog="scalelong report", description=__doc__)
+    command = tyro.cli(Report, args=arguments, prog="scalelong report")
     runs, refused = read_runs(command.runs)
     for why in refused:
         print(f"left out: {why}", file=sys.stderr)

@@ -1,7 +1,4 @@
-"""Check the paper's lemma and theorems numerically: findings, one figure per statement, JSON and CSV.
-
-Example: scalelong theory --out runs/theory
-"""
+"""`scalelong theory`."""
 
 from __future__ import annotations
 
@@ -11,12 +8,13 @@ from pathlib import Path
 
 import tyro
 
-from scalelong.lab import as_text, draw, verify_theory, write
-
 
 @dataclass(frozen=True)
 class Theory:
-    """Options of `scalelong theory`."""
+    """Check the paper's lemma and theorems numerically: findings, one figure per statement, JSON and CSV.
+
+    Example: scalelong theory --out runs/theory
+    """
 
     out: str = "runs/theory"  # folder of the figures, theory.json, theory.csv and theory.md
     quick: bool = False  # small networks and few of them: takes seconds, too coarse to quote
@@ -25,14 +23,14 @@ class Theory:
 
 def main(arguments: list[str]) -> None:
     """Verify, print, plot."""
-    command = tyro.cli(Theory, args=arguments, prog="scalelong theory", description=__doc__)
-    out = Path(command.out)
+    command = tyro.cli(Theory, args=arguments, prog="scalelong theory")
+    from scalelong.lab import as_text, draw, verify_theory, write
+
+    out, started = Path(command.out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
     studies = verify_theory(command.quick, command.seed)
     files = write(studies, out)
     print(as_text([finding for study in studies for finding in study.findings]))
     for study in studies:
         print(f"picture  {draw(study, out)}")
-    print(f"numbers  {', '.join(map(str, files))}")
-    print(f"in all   {time.perf_counter() - started:.0f} s")
+    print(f"numbers  {', '.join(map(str, files))}\nin all   {time.perf_counter() - started:.0f} s")

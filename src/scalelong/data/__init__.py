@@ -1,6 +1,6 @@
 """Sources of images and the loader.
 
-A new source is one file like `cifar10.py` that calls `register`, and a line in the first import below.
+A new source is one file like `cifar10.py` that calls `register`, and its name in the first import below.
 """
 
 from scalelong.data import (  # noqa: F401
@@ -15,20 +15,16 @@ from scalelong.data import (  # noqa: F401
     latents,
     webdataset,
 )
-from scalelong.data.base import DataError, MemorySource, Shape, Source, to_float, to_uint8
+from scalelong.data.base import DataError, MemorySource, Shape, Source, check, load_source, register, to_float, to_uint8
 from scalelong.data.download import cache_dir
-from scalelong.data.loader import Batch, DeviceLoader, StreamLoader, make_loader, sample_to_item
-from scalelong.data.registry import SOURCES, check, load_source, register
+from scalelong.data.loader import Batch, make_loader, sample_to_item
 
 __all__ = [
-    "SOURCES",
     "Batch",
     "DataError",
-    "DeviceLoader",
     "MemorySource",
     "Shape",
     "Source",
-    "StreamLoader",
     "cache_dir",
     "check",
     "load_source",

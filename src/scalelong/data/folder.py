@@ -1,17 +1,15 @@
-"""Any folder of images; two or more sub-folders are the classes."""
+"""Any folder of image files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from scalelong.data.base import DataError
+from scalelong.data.base import DataError, Request, register
 from scalelong.data.images import EXTENSIONS, FileSource
-from scalelong.data.registry import Request, register
 
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 _HIDDEN = (".", "__MACOSX")
@@ -19,17 +17,21 @@ _HIDDEN = (".", "__MACOSX")
 
 @register("folder:PATH", "any folder of images; two or more sub-folders are classes")
 class FolderSource(FileSource):
-    """Image files as RGB, cropped to the centre square and resized if a size is given."""
+    """Image files as RGB; two or more sub-folders are the classes."""
 
     def __init__(self, request: Request) -> None:
         self.folder = split_folder(Path(request.path).expanduser(), request.split)
         self.name = f"folder:{request.path}"
         self.files = image_files(self.folder)
-        self.image_size = request.image_size
-        self.class_names = _classes(self.files, self.folder)
-        self.num_classes = len(self.class_names)
-        self.labels = _labels(self.files, self.class_names)
-        self.shape = self.common_shape()
+        homes = [name.rpartition("/")[0].partition("/")[0] for name in self.files]  # "" for the folder itself
+        classes = sorted({*homes} - {""})
+        if classes and "" in homes:
+            loose = self.folder / self.files[homes.index("")]
+            raise DataError(f"{loose}: an image beside the sub-folder {classes[0]!r}; put all into sub-folders")
+        if len(classes) > 1:
+            number = {name: label for label, name in enumerate(classes)}
+            self.set_labels(torch.tensor([number[home] for home in homes]), classes)
+        self.set_size(request.image_size)
 
 
 def split_folder(root: Path, split: str) -> Path:
@@ -51,10 +53,8 @@ def image_files(folder: Path) -> list[str]:
         raise DataError(f"data.name: {folder} is not an existing folder; check the path")
     files = sorted(_walk(folder))
     if not files:
-        raise DataError(
-            f"data.name: {folder} holds no images ({', '.join(sorted(EXTENSIONS))}); check the path, "
-            f"or use hf:{folder} if it was saved by Hugging Face datasets"
-        )
+        kinds = ", ".join(sorted(EXTENSIONS))
+        raise DataError(f"data.name: {folder} holds no images ({kinds}); check the path, or use hf:{folder}")
     return files
 
 
@@ -70,23 +70,3 @@ def _walk(folder: Path) -> Iterator[str]:
         for name in names:
             if not name.startswith(".") and Path(name).suffix.lower() in EXTENSIONS:
                 yield (Path(directory) / name).relative_to(folder).as_posix()
-
-
-def _classes(files: list[str], folder: Path) -> list[str]:
-    """The first-level sub-folders, sorted; none if images are at the top or in one sub-folder only."""
-    parts = [PurePosixPath(name).parts for name in files]
-    names = sorted({part[0] for part in parts if len(part) > 1})
-    loose = next((name for name, part in zip(files, parts, strict=True) if len(part) == 1), None)
-    if names and loose:
-        raise DataError(
-            f"{folder / loose}: an image beside the sub-folder {names[0]!r}; put every image into a class folder, "
-            "or all of them into one folder"
-        )
-    return names if len(names) > 1 else []
-
-
-def _labels(files: list[str], class_names: list[str]) -> Tensor | None:
-    if not class_names:
-        return None
-    number = {name: label for label, name in enumerate(class_names)}
-    return torch.tensor([number[name.split("/", 1)[0]] for name in files])

@@ -1,13 +1,9 @@
-"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files.
-
-A data set larger than the disk is read as a stream and never stored. A stream has no random access, so it is shuffled
-within windows of rows that follow one another; resuming skips to the window of the next sample.
-"""
+"""Images from Hugging Face datasets: a name on the hub, a folder written by save_to_disk, or a folder of parquet files."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -16,10 +12,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from scalelong.data.base import DataError, checked_labels, hashed_items
+from scalelong.data.base import DataError, Request, Root, hashed_items, register
 from scalelong.data.folder import SPLIT_NAMES
 from scalelong.data.images import PictureSource, open_rgb
-from scalelong.data.registry import Request, register
 
 WINDOW = 4096  # rows of a stream held in memory at a time, still encoded
 
@@ -34,7 +29,6 @@ class _RowSource(PictureSource):
     _column: str  # of the images
 
     def _decode(self, item: int, cell: dict[str, Any] | None) -> Image.Image:
-        """Decode one cell of the image column."""
         where = self.where(item)
         if cell is None:
             raise DataError(f"{where}: the row has no image; filter such rows out")
@@ -42,18 +36,11 @@ class _RowSource(PictureSource):
             return open_rgb(io.BytesIO(cell["bytes"]), where)
         return open_rgb(Path(cell["path"]), f"{where} ({cell['path']})")
 
-    def _set_labels(self, cells: Sequence[Any], column: str, names: list[str]) -> None:
-        labels = torch.tensor(self._filled(cells, column, "label"), dtype=torch.int64)
-        self.class_names = names or [str(k) for k in range(int(labels.max()) + 1)]
-        self.num_classes = len(self.class_names)
-        self.labels = checked_labels(labels, self.num_classes, f"{self.name} column {column!r}")
-
-    def _filled(self, cells: Sequence[Any], column: str, what: str) -> list[Any]:
-        """The cells of a column, refused if one is empty."""
+    def _filled(self, cells: list[Any], column: str, what: str) -> list[Any]:
         if None in cells:
-            row = list(cells).index(None)
+            row = cells.index(None)
             raise DataError(f"{self.name} row {row}: column {column!r} has no {what}; filter such rows out")
-        return list(cells)
+        return cells
 
 
 @register("hf:NAME_OR_PATH", "a Hugging Face data set, downloaded")
@@ -62,20 +49,20 @@ class HuggingFaceSource(_RowSource):
 
     def __init__(self, request: Request) -> None:
         self.name = f"hf:{request.path}"
-        rows = _load(request.path, request.split, None if request.root is None else str(request.root))
+        rows = _load(request.path, request.split, request.root)
         if len(rows) == 0:
             raise DataError(f"{self.name}: split {request.split!r} has no rows; choose another data.split")
         self._column = _image_column(rows, self.name)
         self._rows = rows.cast_column(self._column, _library().Image(decode=False))
-        self.image_size = request.image_size
         label, names = _label_column(rows)
         if label is not None:
-            self._set_labels(list(rows[label]), label, names)
+            cells = torch.tensor(self._filled(list(rows[label]), label, "label"))
+            self.set_labels(cells, names, f"{self.name} column {label!r}")
         for name in _CAPTION_NAMES:
             if name in rows.features and name != self._column and self.captions is None:
                 first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
                 self.captions = first if all(isinstance(cell, str) for cell in first) else None
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,7 +78,7 @@ class HuggingFaceSource(_RowSource):
 
 @register("hf-stream:NAME_OR_PATH", "a Hugging Face data set larger than the disk, streamed")
 class StreamedSource(_RowSource):
-    """The images of a stream; labels and captions are read first, in a pass over their columns only."""
+    """A stream: no random access, so it is shuffled in windows; labels and captions are read first, on their own."""
 
     max_workers = 0  # each process would stream everything again, and Arrow's threads may hang after a fork
     window: int
@@ -106,20 +93,13 @@ class StreamedSource(_RowSource):
         self._column = _image_column(stream, self.name)
         self._stream = stream.cast_column(self._column, _library().Image(decode=False)).select_columns([self._column])
         self._read_annotations(stream, int(rows) if rows else None, request.split)
-        self.image_size = request.image_size
         self._cursor: tuple[int, Iterator[Any]] | None = None  # number of the next window, and the rows from there on
         self._windows: dict[int, list[Any]] = {}
         self._lock = Lock()
-        self.shape = self.common_shape()
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return self._count
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cursor": None, "_windows": {}, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"_lock": Lock()}
 
     def open(self, item: int) -> Image.Image:
         number, place = divmod(item, self.window)
@@ -130,15 +110,13 @@ class StreamedSource(_RowSource):
         return self._decode(item, rows[place][self._column])
 
     def _read_window(self, number: int) -> list[Any]:
-        """Read one window, from the stream's position if that is where it starts; two windows are kept."""
+        """Read one window, without skipping if the stream is there already; two windows are kept."""
         following, rows = self._cursor or (0, iter(self._stream))
         if following != number:
             rows = iter(self._stream.skip(number * self.window))
         found = list(islice(rows, self.window))
         self._cursor = (number + 1, rows)
-        while len(self._windows) >= 2:
-            self._windows.pop(next(iter(self._windows)))
-        self._windows[number] = found
+        self._windows = dict([*self._windows.items(), (number, found)][-2:])
         return found
 
     def _read_annotations(self, stream: Any, rows: int | None, split: str) -> None:
@@ -148,11 +126,15 @@ class StreamedSource(_RowSource):
         caption = next((name for name in texts if name != self._column), None)
         columns = [name for name in (label, caption) if name is not None]
         table = list(islice(stream.select_columns(columns), rows)) if columns else []
-        self._count = len(table) if columns else rows or _stated_rows(stream, split, self.name)
+        stated = getattr((stream.info.splits or {}).get(split), "num_examples", None)  # counting would read the stream
+        self._count = len(table) if columns else int(rows or stated or 0)
+        if not self._count:
+            raise DataError(f"data.name: {self.name} does not say how many rows it has; write {self.name}#ROWS")
         if caption is not None:
             self.captions = self._filled([row[caption] for row in table], caption, "caption")
         if label is not None:
-            self._set_labels([row[label] for row in table], label, names)
+            cells = torch.tensor(self._filled([row[label] for row in table], label, "label"))
+            self.set_labels(cells, names, f"{self.name} column {label!r}")
 
     def _form(self) -> object:
         return (self.shape, len(self), self.window)
@@ -162,7 +144,6 @@ class StreamedSource(_RowSource):
 
 
 def _library() -> Any:
-    """Hugging Face datasets, which is an extra."""
     try:
         import datasets
     except ImportError as error:
@@ -170,19 +151,15 @@ def _library() -> Any:
     return datasets
 
 
-def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> Any:
+def _load(name: str, split: str, root: Root, streaming: bool = False) -> Any:
     """The rows of one split; errors of the library become a DataError with a remedy."""
     datasets = _library()
     path = Path(name).expanduser()
-    remedy = (
-        "write it again"
-        if path.is_dir()
-        else "there is no such folder, so it was looked for on the hub: check the name and the network, or save it "
-        "with save_to_disk where there is one and pass that path"
-    )
+    options = {"cache_dir": None if root is None else str(root), "streaming": streaming}
+    remedy = "write it again" if path.is_dir() else "not a folder, so check the name on the hub and the network"
     try:
         if not path.is_dir():
-            return datasets.load_dataset(name, split=split, cache_dir=cache, streaming=streaming)
+            return datasets.load_dataset(name, split=split, **options)
         if (path / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(path))
             if split not in splits:
@@ -190,8 +167,7 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
             return splits[split]
         if (path / "state.json").is_file():
             return datasets.load_from_disk(str(path))
-        files = _parquet_files(path, split)
-        return datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache, streaming=streaming)
+        return datasets.load_dataset("parquet", data_files=_parquet_files(path, split), split="train", **options)
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -199,54 +175,42 @@ def _load(name: str, split: str, cache: str | None, streaming: bool = False) -> 
 
 
 def _parquet_files(path: Path, split: str) -> list[str]:
-    """The files of one split, by their name or folder (`train-00000.parquet`, `train/0.parquet`)."""
+    """The files of one split, by name or folder (`train-00000.parquet`, `train/0.parquet`)."""
     files = sorted(path.rglob("*.parquet"))
     if not files:
         raise DataError(f"data.name: hf:{path} holds neither a saved dataset nor parquet files; check the path")
-
-    def split_of(file: Path) -> str | None:
+    splits: dict[str, list[str]] = {}
+    for file in files:
         words = [*file.relative_to(path).parts[:-1], file.stem.split("-")[0]]
-        return next((word for word in words if word in SPLIT_NAMES), None)
-
-    splits = {split_of(file) for file in files}
-    if splits == {None} and split == "train":
-        return [str(file) for file in files]
-    chosen = [str(file) for file in files if split_of(file) == split]
-    if not chosen:
-        have = ", ".join(sorted(name or "train" for name in splits))
-        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {have}")
-    return chosen
+        splits.setdefault(next((word for word in words if word in SPLIT_NAMES), ""), []).append(str(file))
+    if set(splits) == {""}:
+        splits = {"train": splits[""]}
+    if split not in splits:
+        raise DataError(f"data.split: hf:{path} has no {split!r}; it has {', '.join(sorted(splits))}")
+    return splits[split]
 
 
 def _image_column(rows: Any, where: str) -> str:
-    """The column that holds the images."""
+    """The column that holds the images: typed as such, or else of encoded bytes."""
+
+    def encoded(name: str, feature: Any) -> bool:
+        return "bytes" in feature if isinstance(feature, dict) else name in _IMAGE_NAMES and _dtype(feature) == "binary"
+
     features = rows.features.items()
-    images = [name for name, feature in features if isinstance(feature, _library().Image)] or [
-        name
-        for name, feature in features
-        if (isinstance(feature, dict) and "bytes" in feature) or (name in _IMAGE_NAMES and _dtype(feature) == "binary")
-    ]
+    images = [name for name, feature in features if isinstance(feature, _library().Image)]
+    images = images or [name for name, feature in features if encoded(name, feature)]
     if not images:
         raise DataError(f"{where}: no image column among {', '.join(rows.features)}; cast one with datasets.Image()")
     return next((name for name in _IMAGE_NAMES if name in images), images[0])
 
 
 def _label_column(rows: Any) -> tuple[str | None, list[str]]:
-    """The column of labels, if any, and its class names, if it has them."""
+    """The column of labels and its class names, if any."""
     classed = [name for name, feature in rows.features.items() if isinstance(feature, _library().ClassLabel)]
-    whole = [name for name in _LABEL_NAMES if str(_dtype(rows.features.get(name))).startswith(("int", "uint"))]
+    whole = [name for name in _LABEL_NAMES if _dtype(rows.features.get(name)).startswith(("int", "uint"))]
     column = next((name for name in (*_LABEL_NAMES, *classed) if name in classed), None) or next(iter(whole), None)
     return column, list(rows.features[column].names) if column in classed else []
 
 
-def _dtype(feature: Any) -> Any:
-    return getattr(feature, "dtype", None)
-
-
-def _stated_rows(stream: Any, split: str, name: str) -> int:
-    """The number of rows in the data set's own description; counting would read the whole stream."""
-    splits = getattr(stream.info, "splits", None) or {}
-    count = getattr(splits.get(split), "num_examples", None)
-    if not count:
-        raise DataError(f"data.name: {name} does not say how many rows it has; write {name}#ROWS")
-    return int(count)
+def _dtype(feature: Any) -> str:
+    return str(getattr(feature, "dtype", None))

@@ -1,7 +1,4 @@
-"""ImageNet at 64 x 64: the official npz batches, whose labels count from 1, or a folder of class folders.
-
-Shapes: `data` is (n, 3 * 64 * 64) uint8, planes of red, green and blue; `labels` is (n,).
-"""
+"""ImageNet at 64 x 64: the official npz batches (`data`: (n, 3 * 64 * 64) uint8, `labels` from 1), or class folders."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import re
 import shutil
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,19 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.data.base import DataError, Source, gather_rows
+from scalelong.data.base import DataError, Request, Source, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
-from scalelong.data.images import resize_all
-from scalelong.data.registry import Request, register
+from scalelong.data.images import gather_rows, resize_all
 from scalelong.files import atomic_write
 
 SIZE = 64
 CLASSES = 1000
-CLASS_TABLE = "map_clsloc.txt"
 PATTERNS = {"train": "*train_data_batch_*.npz", "val": "*val_data*.npz"}
-
-Array = np.ndarray[Any, Any]
 
 
 @register(
@@ -41,8 +33,8 @@ def load_imagenet64(request: Request) -> Source:
     """The npz batches of a folder, or class folders (`n01440764/...`, possibly below train/ and val/)."""
     folder = Path(request.path).expanduser()
     if any(folder.glob("*.npz")):
-        return ImageNet64Source(folder, request.image_size, request.split, cache_dir(request.root) / "imagenet64")
-    source = FolderSource(replace(request, image_size=request.image_size or SIZE))
+        return ImageNet64Source(folder, request)
+    source = FolderSource(request._replace(image_size=request.image_size or SIZE))
     source.name = f"imagenet64:{request.path}"
     return source
 
@@ -53,7 +45,8 @@ class ImageNet64Source(Source):
     labels: Tensor
     num_classes = CLASSES
 
-    def __init__(self, folder: Path, image_size: int | None, split: str, cache: Path) -> None:
+    def __init__(self, folder: Path, request: Request) -> None:
+        split, size, cache = request.split, request.image_size or SIZE, cache_dir(request.root) / "imagenet64"
         self.name = f"imagenet64:{folder}"
         if split not in PATTERNS or not any(folder.glob(PATTERNS[split])):
             have = [name for name, pattern in PATTERNS.items() if any(folder.glob(pattern))]
@@ -61,8 +54,7 @@ class ImageNet64Source(Source):
         files = sorted(folder.glob(PATTERNS[split]), key=lambda file: [int(n) for n in re.findall(r"\d+", file.stem)])
         self._batches = [_pixels(file, cache) for file in files]
         self.labels = torch.cat([_labels(file, len(data)) for file, data in zip(files, self._batches, strict=True)])
-        self.class_names = _class_names(folder / CLASS_TABLE)
-        size = image_size or SIZE
+        self.class_names = _class_names(folder / "map_clsloc.txt")
         self.shape = (3, size, size)
         self._starts = list(accumulate((len(data) for data in self._batches), initial=0))
 
@@ -78,50 +70,37 @@ class ImageNet64Source(Source):
         return resize_all(found.view(-1, 3, SIZE, SIZE), self.shape[1])
 
 
-def _pixels(file: Path, cache: Path) -> Array:
+def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
     """`data` of one batch, mapped from the cache: numpy maps .npy files only, so the member is unpacked there once."""
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     unpacked = cache / f"{file.stem}-{key}.npy"
-    try:
+    with reading(f"{file}: not a whole npz file", "download it again"):
         if not unpacked.is_file():
             with zipfile.ZipFile(file) as archive, archive.open("data.npy") as member, atomic_write(unpacked) as out:
                 shutil.copyfileobj(member, out, 1 << 20)
-        data: Array = np.load(unpacked, mmap_mode="r", allow_pickle=False)
-    except KeyError:
-        raise DataError(f"{file}: holds no array `data`; this is not a batch of downsampled ImageNet") from None
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file}: not a whole npz file ({error}); download it again") from error
+        data: np.ndarray[Any, Any] = np.load(unpacked, mmap_mode="r", allow_pickle=False)
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
-        raise DataError(
-            f"{file}: data is {data.dtype} {data.shape}, expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} "
-            "version in npz format"
-        )
+        expected = f"expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} version in npz format"
+        raise DataError(f"{file}: data is {data.dtype} {data.shape}, {expected}")
     return data
 
 
 def _labels(file: Path, count: int) -> Tensor:
     """(n,) labels from 0; the file counts from 1."""
-    with np.load(file, allow_pickle=False) as arrays:
-        if "labels" not in arrays:
-            raise DataError(f"{file}: holds no array `labels`; this is not a batch of downsampled ImageNet")
+    with reading(f"{file}: not a whole npz file", "download it again"), np.load(file, allow_pickle=False) as arrays:
         labels = np.asarray(arrays["labels"]).astype(np.int64).reshape(-1)
     if len(labels) != count:
         raise DataError(f"{file}: {len(labels)} labels for {count} images; download it again")
     bad = np.flatnonzero((labels < 1) | (labels > CLASSES))
     if len(bad):
-        raise DataError(
-            f"{file}: row {bad[0]} has label {labels[bad[0]]}, expected 1 .. {CLASSES} ({len(bad)} such row(s)); "
-            "download it again"
-        )
+        expected = f"expected 1 .. {CLASSES} ({len(bad)} such row(s)); download it again"
+        raise DataError(f"{file}: row {bad[0]} has label {labels[bad[0]]}, {expected}")
     return torch.from_numpy(labels - 1)
 
 
 def _class_names(table: Path) -> list[str]:
     """From lines such as `n02119789 1 kit_fox`; plain numbers without the table."""
-    names = [str(number) for number in range(CLASSES)]
-    for line in table.read_text().splitlines() if table.is_file() else ():
-        words = line.split(maxsplit=2)
-        if len(words) == 3 and words[1].isdigit() and 1 <= int(words[1]) <= CLASSES:
-            names[int(words[1]) - 1] = words[2].replace("_", " ")
-    return names
+    lines = re.findall(r"^\S+[ \t]+(\d+)[ \t]+(.+)$", table.read_text() if table.is_file() else "", flags=re.M)
+    found = {int(number) - 1: name.strip().replace("_", " ") for number, name in lines}
+    return [found.get(number, str(number)) for number in range(CLASSES)]

@@ -7,27 +7,21 @@ import struct
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from tqdm import tqdm
 
-from scalelong.data.base import DataError, MemorySource, Shape, Source, hashed_items
+from scalelong.data.base import DataError, MemorySource, Source, hashed_items
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
-_POOL_WINDOW = 1024  # items handed to the thread pool at a time
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -45,11 +39,7 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     try:
         with Image.open(file) as image:
             if image.mode not in _EIGHT_BIT_MODES:
-                bands = len(image.getbands())
-                raise DataError(
-                    f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode} ({bands} channel(s)); "
-                    "convert it to 8-bit RGB or remove it"
-                )
+                raise DataError(f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode}; convert it")
             image.load()
             # looking for an orientation is slow for small images
             if image.format == "TIFF" or not _ORIENTED.isdisjoint(image.info):
@@ -79,43 +69,27 @@ def fit(image: Image.Image, size: int) -> Image.Image:
 
 def to_tensor(image: Image.Image) -> Tensor:
     """uint8 (C, H, W) of a grey or RGB image."""
-    array = np.array(image, dtype=np.uint8)
-    if array.ndim == 2:
-        array = array[:, :, None]
-    return torch.from_numpy(array).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(np.atleast_3d(np.array(image, dtype=np.uint8))).permute(2, 0, 1).contiguous()
 
 
-def resize_all(images: Tensor, size: int, progress: bool = False) -> Tensor:
+def resize_all(images: Tensor, size: int) -> Tensor:
     """(n, C, H, W) uint8 to (n, C, size, size), with the same filter as for files."""
     if tuple(images.shape[-2:]) == (size, size):
         return images
-    pixels = images.permute(0, 2, 3, 1).numpy()
-    if pixels.shape[-1] == 1:
-        pixels = pixels[..., 0]
-    bar = tqdm(pixels, desc=f"resize to {size}", disable=None if progress else True)
-    return torch.stack([to_tensor(fit(Image.fromarray(array), size)) for array in bar])
+    pixels = images[:, 0] if images.shape[1] == 1 else images.permute(0, 2, 3, 1)
+    return torch.stack([to_tensor(fit(Image.fromarray(array), size)) for array in pixels.numpy()])
 
 
 def resized(source: MemorySource, size: int | None) -> MemorySource:
     """The same source with images of size x size; None keeps them."""
     if size is None or size == source.shape[-1]:
         return source
-    images = resize_all(source.images, size, progress=True)
+    images = resize_all(source.images, size)
     return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
 
 
-def threaded(function: Callable[[Item], Result], items: Sequence[Item], threads: int = 8) -> Iterator[Result]:
-    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
-    with ThreadPoolExecutor(threads) as pool:
-        for start in range(0, len(items), _POOL_WINDOW):
-            yield from pool.map(function, items[start : start + _POOL_WINDOW])
-
-
 class PictureSource(Source):
-    """Images decoded when read; with an image size each is cropped to its centre square and resized.
-
-    Without an image size all must have the size of the first.
-    """
+    """Images decoded when read, each cropped to its centre square and resized; without an image size all must have one."""
 
     image_size: int | None
 
@@ -126,10 +100,11 @@ class PictureSource(Source):
     def verify(self, item: int) -> tuple[int, int]:
         return self.open(item).size
 
-    def common_shape(self) -> Shape:
-        """(3, H, W) of every image: the requested size, or that of the first image."""
-        width, height = (self.image_size, self.image_size) if self.image_size is not None else self.open(0).size
-        return (3, height, width)
+    def set_size(self, image_size: int | None) -> None:
+        """Set the shape of every image: the requested size, or that of the first image."""
+        self.image_size = image_size
+        width, height = (image_size, image_size) if image_size else self.open(0).size
+        self.shape = (3, height, width)
 
     def read(self, item: int) -> Tensor:
         return to_tensor(self._fitted(item))
@@ -148,10 +123,8 @@ class PictureSource(Source):
             return fit(image, self.image_size)
         _, height, width = self.shape
         if image.size != (width, height):
-            raise DataError(
-                f"{self.where(item)}: {image.size[0]} x {image.size[1]} pixels, but the first one has "
-                f"{width} x {height}; set data.image_size to crop and resize all of them"
-            )
+            sizes = f"{image.size[0]} x {image.size[1]} pixels, but the first one has {width} x {height}"
+            raise DataError(f"{self.where(item)}: {sizes}; set data.image_size to crop and resize all")
         return image
 
 
@@ -181,26 +154,24 @@ class FileSource(PictureSource):
             yield (self.folder / self.files[item]).read_bytes()
 
 
-def grid_image(images: Tensor, columns: int | None = None, least_pixels: int = 512) -> Image.Image:
-    """uint8 (n, C, H, W) images as a square grid, enlarged by a whole factor to about `least_pixels`.
-
-    >>> grid_image(torch.zeros(4, 3, 8, 8, dtype=torch.uint8)).size
-    (510, 510)
-    """
+def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
+    """Write uint8 (n, C, H, W) images as a square grid, enlarged by a whole factor to about 512 pixels."""
     n, channels, height, width = images.shape
     columns = columns or math.ceil(math.sqrt(n))
-    rows = math.ceil(n / columns)
-    sheet = torch.full((channels, rows * (height + 1) - 1, columns * (width + 1) - 1), 255, dtype=torch.uint8)
-    for i, image in enumerate(images.cpu()):
+    sheet = np.full((math.ceil(n / columns) * (height + 1) - 1, columns * (width + 1) - 1, channels), 255, np.uint8)
+    for i, image in enumerate(images.permute(0, 2, 3, 1).cpu().numpy()):
         top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
-        sheet[:, top : top + height, left : left + width] = image
-    pixels = sheet.permute(1, 2, 0).numpy()
-    picture = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
-    factor = max(1, round(least_pixels / picture.width))
-    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-
-
-def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
-    """Write a grid as PNG."""
+        sheet[top : top + height, left : left + width] = image
+    picture = Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet)
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid_image(images, columns).save(path)
+    ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST).save(path)
+
+
+def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:
+    """Fill the array `out` with rows of shards; `starts` are the shards' first items, and the total."""
+    wanted = np.asarray(items)
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    for home in np.unique(homes).tolist():
+        here = homes == home
+        out[here] = shard(home)[wanted[here] - starts[home]]
+    return torch.from_numpy(out)

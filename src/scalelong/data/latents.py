@@ -1,50 +1,58 @@
-"""Latents of an autoencoder in shards, as `scalelong data encode` writes them.
+"""Latents of an autoencoder in shards: encoding a set of images once, and training on the result.
 
-Each item is stored as mean and log-variance, of the image and of its mirror image; a training sample is mean + standard
-deviation x noise, the noise being a function of (seed, index).
-Shapes: n items, B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
+Stored is the mean and log-variance of each image and of its mirror image; the noise that samples from them is a function
+of (seed, index). Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
-from scalelong.data.base import DataError, Problem, Root, Source, checked_labels, gather_rows
-from scalelong.data.download import Expected, bad_files
-from scalelong.data.registry import Request, load_source, register
+from scalelong.data.base import DataError, Device, Request, Source, load_source, reading, register, threaded, to_float
+from scalelong.data.download import Expected, bad_files, read_json
+from scalelong.data.images import gather_rows
+from scalelong.files import atomic_write, file_digest, write_text
 from scalelong.random import normal
 
-PREFIX = "latents"
+logger = logging.getLogger(__name__)
+
 INDEX = "index.json"
-PLAN = "encoding.json"
+PLAN = "encoding.json"  # of an encoding that is not finished
 ANNOTATIONS = "annotations.json"
 AUTOENCODER = "autoencoder"
+LOCK = ".lock"
 TENSOR = "moments"
 FORMAT = "scalelong-latents-1"
-_REMEDY = "run the same `scalelong data encode` again to make the bad files anew"
+_REMEDY = "run the same `scalelong data encode` again"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
 
-def _check(request: Request) -> list[Problem]:
+def _check(request: Request) -> list[DataError]:
     folder = Path(request.path).expanduser()
     try:
         index = read_index(folder)
         latent_autoencoder(folder, index)
     except (DataError, FileNotFoundError) as error:
-        return [Problem(str(folder), str(error))]
+        return [DataError(str(error))]
     return check_latents(folder, index)
 
 
@@ -54,26 +62,21 @@ class LatentSource(Source):
 
     def __init__(self, request: Request) -> None:
         self.folder = Path(request.path).expanduser()
-        self.name = f"{PREFIX}:{request.path}"
+        self.name = f"latents:{request.path}"
         self.index = read_index(self.folder)
+        pixels, split = self.index["pixels"][1], self.index["source"]["split"]
         if request.image_size is not None:
-            raise DataError(
-                f"data.image_size: {self.name} are of {self.index['pixels'][1]} pixels already; leave it out, "
-                "or encode the images again at that size"
-            )
-        split = self.index["source"]["split"]
+            raise DataError(f"data.image_size: {self.name} are of {pixels} pixels already; encode again for others")
         if request.split != split:
             raise DataError(f"data.split: {self.name} has {split!r} only, not {request.split!r}")
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
         if problems:
-            raise DataError(problems[0].message)
+            raise problems[0]
         notes = json.loads((self.folder / ANNOTATIONS).read_text())
         self.captions = notes["captions"]
         self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
-        self.class_names = notes["class_names"]
-        self.num_classes = len(self.class_names)
-        labels = None if notes["labels"] is None else torch.tensor(notes["labels"])
-        self.labels = checked_labels(labels, self.num_classes, self.name)
+        if notes["labels"] is not None:
+            self.set_labels(torch.tensor(notes["labels"]), notes["class_names"])
         channels, height, width = self.index["shape"]
         self.shape = (channels, height, width)
         self._starts = list(accumulate((shard["count"] for shard in self.index["shards"]), initial=0))
@@ -109,11 +112,8 @@ class LatentSource(Source):
         if number not in self._shards:
             shard = self.index["shards"][number]
             path, shape = self.folder / shard["file"], (shard["count"], *self.stored[0])
-            try:
-                with safe_open(path, framework="pt") as file:
-                    tensor = file.get_tensor(TENSOR)
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{path}: not a whole shard ({error}); encode again") from error
+            with reading(f"{path}: not a whole shard", "encode again"), safe_open(path, framework="pt") as file:
+                tensor = file.get_tensor(TENSOR)
             if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
                 raise DataError(f"{path}: {tensor.dtype} {tuple(tensor.shape)}, expected float32 {shape}; encode again")
             self._shards[number] = tensor.numpy()
@@ -126,18 +126,13 @@ class LatentSource(Source):
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of finished latents."""
-    path = folder / INDEX
-    if not path.is_file():
-        unfinished = (folder / PLAN).is_file()
-        remedy = "run the same `scalelong data encode` again to continue" if unfinished else "check the path"
-        what = "the encoding is not finished" if unfinished else f"not latents (no {INDEX})"
-        raise DataError(f"data.name: {folder}: {what}; {remedy}")
-    try:
-        index: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error}); encode again") from error
+    if not (folder / INDEX).is_file():
+        if (folder / PLAN).is_file():
+            raise DataError(f"data.name: {folder}: the encoding is not finished; {_REMEDY} to continue")
+        raise DataError(f"data.name: {folder}: not latents (no {INDEX}); check the path")
+    index: dict[str, Any] = read_json(folder / INDEX, "encode again")
     if index.get("format") != FORMAT:
-        raise DataError(f"{path}: format {index.get('format')!r}, expected {FORMAT!r}; encode again with this version")
+        raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
     return index
 
 
@@ -149,44 +144,35 @@ def index_digest(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[Problem]:
+def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[DataError]:
     """Every file that is missing, truncated or, in sets up to `hash_limit` bytes, of another hash."""
     expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
     expected[ANNOTATIONS] = Expected(1, index["annotations"])
     hashed = sum(want.size for want in expected.values()) <= hash_limit
-    return bad_files(folder, expected, _REMEDY, "sha256" if hashed else None)
+    return bad_files(folder, expected, f"{_REMEDY} to make it anew", "sha256" if hashed else None)
 
 
-def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: str | torch.device = "cpu") -> Autoencoder:
+def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = "cpu") -> Autoencoder:
     """The autoencoder stored with the latents, checked by its hash."""
     found = load_autoencoder(folder / AUTOENCODER, device, index["scale"])
     if found.digest != index["autoencoder"]["sha256"]:
-        raise DataError(
-            f"{folder / AUTOENCODER}: is another autoencoder (sha256 {found.digest[:12]}) than the latents were made "
-            f"with ({index['autoencoder']['sha256'][:12]}); put the right one back, or encode again"
-        )
+        raise DataError(f"{folder / AUTOENCODER}: is another autoencoder than the latents were made with; restore it")
     return found
 
 
-def decoder(name: str, device: str | torch.device, fingerprint: str = "") -> Autoencoder | None:
-    """The autoencoder that decodes samples of a model trained on the source `name`; None if they are images already.
-
-    fingerprint: of the data that the model was trained on; if given, other latents are refused.
-    """
+def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
+    """What decodes samples of a model trained on the source `name` with this fingerprint; None if they are images."""
     prefix, _, folder = name.partition(":")
-    if prefix != PREFIX:
+    if prefix != "latents":
         return None
     path = Path(folder).expanduser()
     index = read_index(path)
     if fingerprint and fingerprint != index_digest(index):
-        raise DataError(
-            f"{path}: holds other latents than the model was trained on (another autoencoder, or encoded anew); "
-            "put the right ones back"
-        )
+        raise DataError(f"{path}: holds other latents than the model was trained on; put the right ones back")
     return latent_autoencoder(path, index, device)
 
 
-def original_images(source: Source, root: Root = None) -> Source:
+def original_images(source: Source, root: str | Path | None = None) -> Source:
     """The images that latents were made from; any other source itself."""
     if not isinstance(source, LatentSource):
         return source
@@ -195,3 +181,118 @@ def original_images(source: Source, root: Root = None) -> Source:
     if images.fingerprint != origin["fingerprint"]:
         raise DataError(f"{images.name}: not the images that {source.name} were made from; encode them again")
     return images
+
+
+class Origin(NamedTuple):
+    """Where the images came from, so that latents can be compared with them."""
+
+    name: str
+    image_size: int | None = None
+    split: str = "train"
+
+
+def encode(
+    source: Source, model: Autoencoder, folder: str | Path, origin: Origin, batch_size: int = 64, per_shard: int = 1024
+) -> Path:
+    """Write the latents of every image and its mirror image; the same call again continues, keeping whole shards."""
+    folder = Path(folder)
+    if batch_size < 1 or per_shard < 1:
+        raise ValueError(f"encode: batch_size and per_shard must be at least 1, got {batch_size} and {per_shard}")
+    if source.stored[1] != torch.uint8:
+        raise DataError(f"data.name: {source.name} are latents already; encode the images they were made from")
+    shape = model.latent_shape(source.shape)
+    plan = {  # all that decides what is written
+        "format": FORMAT,
+        "autoencoder": {"sha256": model.digest, "class": type(model.model).__name__},
+        "scale": model.scale,
+        "shift": model.shift,
+        "source": {**origin._asdict(), "fingerprint": source.fingerprint},
+        "pixels": list(source.shape),
+        "shape": list(shape),
+        "count": len(source),
+        "per_shard": per_shard,
+    }
+    with _locked(folder):
+        if not _is_complete(folder, plan):
+            _encode(source, model, folder, plan, batch_size)
+    return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from encoding into the same folder until the block ends or the process dies."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in folder.iterdir()} - {LOCK}
+    if names and names.isdisjoint({PLAN, INDEX}):
+        raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
+    with (folder / LOCK).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"out: another process is encoding into {folder}; wait for it or stop it") from None
+        yield
+
+
+def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
+    """Whether the folder holds these latents whole; else it is (re)opened with its good shards kept."""
+    index = read_index(folder) if (folder / INDEX).is_file() else None
+    found = index or (json.loads((folder / PLAN).read_text()) if (folder / PLAN).is_file() else plan)
+    changed = [f"{key} {found.get(key)}, not {value}" for key, value in plan.items() if found.get(key) != value]
+    if changed:
+        raise DataError(f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another")
+    if index is not None:
+        problems = check_latents(folder, index)
+        if not problems:
+            logger.info("%s is complete", folder)
+            return True
+        logger.warning("%s", problems[0])
+        for shard in index["shards"]:
+            write_text((folder / shard["file"]).with_suffix(".json"), json.dumps(shard))
+    elif found is plan:
+        free, needed = shutil.disk_usage(folder).free, 16 * plan["count"] * math.prod(plan["shape"])
+        if free < needed:
+            raise OSError(f"out: {folder} has {free / 1e9:.1f} GB free, the latents need {needed / 1e9:.1f} GB")
+    write_text(folder / PLAN, json.dumps(plan))
+    (folder / INDEX).unlink(missing_ok=True)
+    return False
+
+
+def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mapping[str, Any], batch_size: int) -> None:
+    for leftover in folder.glob(".*-staging-*"):  # of a killed process; the folder is locked, so nobody writes them
+        leftover.unlink()
+    autoencoder.model.save_pretrained(folder / AUTOENCODER)
+    latent_autoencoder(folder, plan)  # the saved copy has the digest of the plan
+    labels, counts = (None if t is None else t.tolist() for t in (source.labels, source.caption_counts))
+    notes = {"labels": labels, "class_names": list(source.class_names), "captions": source.captions}
+    write_text(folder / ANNOTATIONS, json.dumps({**notes, "caption_counts": counts}))
+    size, shards = plan["per_shard"], []
+    with tqdm(total=len(source), unit="img", desc=f"encode {source.name}", disable=None) as bar:
+        for number, start in enumerate(range(0, len(source), size)):
+            path, items = folder / f"shard-{number:05d}.safetensors", range(start, min(start + size, len(source)))
+            note = path.with_suffix(".json")  # exists if an earlier process finished this shard
+            entry = json.loads(note.read_text()) if note.is_file() and path.is_file() else None
+            if entry is None or entry["sha256"] != file_digest(path):
+                with atomic_write(path) as file:
+                    file.write(save({TENSOR: _moments(source, items, autoencoder, batch_size, bar)}))
+                entry = {"file": path.name, "count": len(items)}
+                entry |= {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+                write_text(note, json.dumps(entry))
+            shards.append(entry)
+            bar.update(items.stop - bar.n)
+    index = {**plan, "annotations": file_digest(folder / ANNOTATIONS), "shards": shards}
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    for leftover in (*folder.glob("shard-*.json"), folder / PLAN):
+        leftover.unlink()
+
+
+def _moments(source: Source, items: range, autoencoder: Autoencoder, batch_size: int, bar: Any) -> Tensor:
+    """(n, 2, 2, C, h, w) on the CPU: mean and log-variance of the images and of their mirror images."""
+    images, parts = threaded(source.read, items), []
+    while batch := list(islice(images, batch_size)):
+        pixels = to_float(torch.stack(batch).to(autoencoder.model.device)).to(autoencoder.model.dtype)
+        both = [autoencoder.moments(view).float() for view in (pixels, pixels.flip(-1))]
+        parts.append(torch.stack(both, dim=1).cpu())
+        bar.update(len(batch))
+    return torch.cat(parts)

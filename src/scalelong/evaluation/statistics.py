@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from scalelong.data import Source, cache_dir
-from scalelong.data.images import threaded
+from scalelong.data.base import threaded
 from scalelong.data.latents import original_images
 from scalelong.errors import require
 from scalelong.evaluation.extractors import Extractor

@@ -1,7 +1,6 @@
 """The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3).
 
-One module per statement (lemma32, theorem31, theorem33, theorem34), each with `study(quick, seed)`, which measures and
-judges, and `figure(data)`, which plots. `trained` has measurements on trained models: robustness, learned coefficients.
+One module per statement, each with `study(quick, seed)`, which measures and judges, and `figure(data)`, which plots.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -27,7 +27,6 @@ from scalelong.files import write_text
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
 
 STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
-LONGEST_FIRST = ("theorem31", "theorem34", "theorem33", "lemma32")
 METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
 
 
@@ -72,16 +71,10 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
     """Run every study, one process per core; the numbers do not depend on the number of cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(STUDIES), cores), mp_context=context) as pool:
-        futures = {name: pool.submit(_single_threaded, name, quick, seed) for name in LONGEST_FIRST}
+    with ProcessPoolExecutor(min(len(STUDIES), cores), context, torch.set_num_threads, (1,)) as pool:
+        longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
+        futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
         return [futures[name].result() for name in STUDIES]
-
-
-def _single_threaded(name: str, quick: bool, seed: int) -> Study:
-    import torch
-
-    torch.set_num_threads(1)
-    return run_study(name, quick, seed)
 
 
 def as_text(findings: Sequence[Finding], width: int = 100) -> str:
@@ -101,25 +94,20 @@ def markdown_table(findings: Sequence[Finding]) -> str:
     def row(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '&#124;').replace('*', '&#42;') for cell in cells)} |"
 
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *(list(asdict(finding).values()) for finding in findings)]
-    return "\n".join(map(row, rows)) + "\n"
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(astuple, findings)]
+    return "".join(row(cells) + "\n" for cells in rows)
 
 
 def write(studies: Sequence[Study], folder: Path) -> list[Path]:
     """Write theory.json (all numbers), theory.csv and theory.md (the table)."""
     findings = [finding for study in studies for finding in study.findings]
     table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(finding) for finding in findings)
-    texts = {
-        "json": json.dumps([asdict(study) for study in studies], indent=1) + "\n",
-        "csv": table.getvalue(),
-        "md": markdown_table(findings),
-    }
-    for ending, text in texts.items():
-        write_text(folder / f"theory.{ending}", text)
-    return [folder / f"theory.{ending}" for ending in texts]
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *map(astuple, findings)])
+    numbers = json.dumps([asdict(study) for study in studies], indent=1) + "\n"
+    texts = {"theory.json": numbers, "theory.csv": table.getvalue(), "theory.md": markdown_table(findings)}
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
 
 
 def draw(study: Study, folder: Path) -> Path:
@@ -136,8 +124,12 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def finish(axes: Axes, title: str, xlabel: str, ylabel: str, legend: str = "best") -> None:
-    """Title, labels, grid and legend of a panel."""
+def finish(axes: Axes, title: str, xlabel: str, ylabel: str, log: str = "", legend: str = "best", **ticks: Any) -> None:
+    """Labels, scales, grid and legend of a panel; log: the logarithmic axes, such as "xy"; ticks: xticks, yticks."""
+    axes.set(**{f"{axis}scale": "log" for axis in log})
+    for name, values in ticks.items():
+        axes.set(**{name: values, f"{name[:-1]}labels": [f"{value:g}" for value in values]})
+        axes.minorticks_off()
     axes.set_title(title, fontsize=10.5, loc="left")
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)

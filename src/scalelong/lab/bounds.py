@@ -5,11 +5,9 @@
     product form    sum_i kappa_i P_i + P_N L_0,     P_i = prod_{j <= i} ||b_j|| ||a_j||
     largest factor  sum_i kappa_i M^i + M^N L_0,     M = max_i ||b_i|| ||a_i||
 
-Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7). But f_i lies between b_i and a_i: the product is
-b_i J a_i, and ||b_i J a_i|| <= ||b_i a_i|| ||J|| is false, since matrices do not commute (Eq. 61 moves a_1 past f_1).
-
-With ReLU the network is linear on finitely many pieces of the segment from x to x'. All of them are found (sampled points
-could miss one), so a bound on the Jacobian of every piece bounds the change of the output.
+Both are valid. The paper has M_0 = max_i ||b_i o a_i|| for M (Eq. 7), but ||b_i J a_i|| <= ||b_i a_i|| ||J|| is false, since
+matrices do not commute (Eq. 61 moves a_1 past f_1). With ReLU the network is linear on finitely many pieces of the segment
+from x to x'; all of them are found, so a bound on the Jacobian of every piece bounds the change of the output.
 
 Shapes: N skips, K pieces, m width; block Jacobians are (K, m, m). Norms are l2 operator norms (Lipschitz constants).
 """
@@ -19,25 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor, nn
 
-from scalelong.lab.matrix_unet import MatrixUNet, blocks, matrices
+from scalelong.lab.matrix_unet import MatrixUNet, matrices
 
-
-def skip_part(coefficients: Sequence[float], factors: Sequence[float]) -> float:
-    """sum_i kappa_i prod_{j <= i} factor_j, without the middle block's term."""
-    total, product = 0.0, 1.0
-    for kappa, factor in zip(coefficients, factors, strict=True):
-        product *= factor
-        total += kappa * product
-    return total
+_spectral_norm = partial(torch.linalg.matrix_norm, ord=2)  # of each matrix of a batch
 
 
 def product_bound(coefficients: Sequence[float], factors: Sequence[float], middle: float) -> float:
     """sum_i kappa_i P_i + P_N L_0, P_i = prod_{j <= i} factor_j, factor_j = ||b_j|| ||a_j|| (Eq. 65 with true factors)."""
-    return skip_part(coefficients, factors) + math.prod(factors) * middle
+    products: list[float] = list(accumulate(factors, mul))
+    return sum(kappa * product for kappa, product in zip(coefficients, products, strict=True)) + products[-1] * middle
 
 
 def power_bound(coefficients: Sequence[float], factor: float, middle: float) -> float:
@@ -50,7 +45,7 @@ def block_norms(model: MatrixUNet) -> tuple[list[float], float]:
     """(||b_i|| ||a_i|| for each i, L_0 of the middle block), from above: products of the matrices' spectral norms."""
 
     def norm(block: nn.Module) -> float:
-        return float(torch.linalg.matrix_norm(torch.stack(matrices(block)), ord=2).prod())
+        return float(_spectral_norm(torch.stack(matrices(block))).prod())
 
     return [norm(b) * norm(a) for a, b in zip(model.a, model.b, strict=True)], norm(model.middle)
 
@@ -58,12 +53,9 @@ def block_norms(model: MatrixUNet) -> tuple[list[float], float]:
 @torch.no_grad()
 def composed_norms(model: MatrixUNet) -> list[float]:
     """||b_i o a_i|| of the printed theorem, exact; for blocks of one matrix only, where it is a spectral norm."""
-    pairs = []
-    for a, b in zip(model.a, model.b, strict=True):
-        (weight_a,), (weight_b,) = matrices(a), matrices(b)
-        pairs.append(weight_b @ weight_a)
-    found: list[float] = torch.linalg.matrix_norm(torch.stack(pairs), ord=2).tolist()
-    return found
+    pairs = [(*matrices(a), *matrices(b)) for a, b in zip(model.a, model.b, strict=True)]
+    norms: list[float] = _spectral_norm(torch.stack([b @ a for a, b in pairs])).tolist()
+    return norms
 
 
 @torch.no_grad()
@@ -74,7 +66,7 @@ def counterexample(stretch: float, m0: float = 1.0, num_skips: int = 1, layers: 
     the axes. The path through it stretches twice: the first axis by s in a_1 and, having become the second, by s in b_1.
     """
     model = MatrixUNet(2, layers, num_skips).double()
-    for weight in (weight for block in blocks(model) for weight in matrices(block)):
+    for weight in model.parameters():
         weight.copy_(torch.eye(2))
     for block in (*model.a, *model.b):
         matrices(block)[-1].mul_(math.sqrt(m0))
@@ -89,7 +81,7 @@ def _relu_inputs(model: MatrixUNet, x: Tensor, coefficients: Sequence[float]) ->
     found: list[tuple[nn.Module, Tensor]] = []
     handles = [
         layer.register_forward_pre_hook(lambda _layer, inputs, block=block: found.append((block, inputs[0])))
-        for block in blocks(model)
+        for block in model.blocks
         for layer in block.children()
         if isinstance(layer, nn.ReLU)
     ]
@@ -105,8 +97,7 @@ def _relu_inputs(model: MatrixUNet, x: Tensor, coefficients: Sequence[float]) ->
 def linear_pieces(model: MatrixUNet, start: Tensor, end: Tensor, coefficients: Sequence[float]) -> Tensor:
     """(K + 1,) places from 0 to 1 between which the network is linear on start + place * (end - start).
 
-    In each piece the first layer with a change of sign is affine, so its zeros are exact; they split the piece, until no
-    piece has a change of sign.
+    In each piece the first layer with a change of sign is affine, so its zeros are exact; they split the piece.
     """
     places = torch.tensor([0.0, 1.0], dtype=torch.float64)
     settled = torch.zeros(1, dtype=torch.bool)
@@ -162,19 +153,16 @@ def segment_jacobians(model: MatrixUNet, start: Tensor, end: Tensor, coefficient
             result = weight @ ((value > 0).to(weight.dtype)[:, :, None] * result)
         return result
 
-    return Jacobians(
-        places.diff(), [jacobian(a) for a in model.a], [jacobian(b) for b in model.b], jacobian(model.middle)
-    )
+    a, b = ([jacobian(block) for block in side] for side in (model.a, model.b))
+    return Jacobians(places.diff(), a, b, jacobian(model.middle))
 
 
-def power_iteration(
-    function: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 100, seed: int = 0
-) -> tuple[float, Tensor]:
+def power_iteration(function: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 100) -> tuple[float, Tensor]:
     """(||J||_2, its input direction) of the Jacobian at x, by products with J and its transpose only.
 
     It approaches the norm from below: a measure of how large a change can be, never the constant of an upper bound.
     """
-    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype).to(x.device)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     x = x.detach().requires_grad_()
     y = function(x)
     u = torch.zeros_like(y, requires_grad=True)
@@ -192,15 +180,11 @@ def power_iteration(
 
 @torch.no_grad()
 def local_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
-    """The product form with the norms of the blocks' Jacobians on each linear piece, weighted by the pieces' lengths.
-
-    Valid for this segment: the output changes by the integral of J (x' - x). Norms are singular values, since power
-    iteration would approach them from below.
-    """
-    products = torch.stack([_spectral(a) * _spectral(b) for a, b in zip(jacobians.a, jacobians.b, strict=True)])
-    products = products.cumprod(0)  # (N, K)
+    """The product form with the spectral norms of the blocks' Jacobians on each linear piece, weighted by its length."""
+    factors = [_spectral_norm(a) * _spectral_norm(b) for a, b in zip(jacobians.a, jacobians.b, strict=True)]
+    products = torch.stack(factors).cumprod(0)  # (N, K)
     kappas = torch.tensor(coefficients, dtype=products.dtype)[:, None]
-    pieces = (kappas * products).sum(0) + products[-1] * _spectral(jacobians.middle)
+    pieces = (kappas * products).sum(0) + products[-1] * _spectral_norm(jacobians.middle)
     return float((pieces * jacobians.lengths).sum())
 
 
@@ -211,12 +195,6 @@ def path_bound(jacobians: Jacobians, coefficients: Sequence[float]) -> float:
     left = right = torch.eye(jacobians.middle.shape[-1], dtype=jacobians.middle.dtype)
     for a, b, kappa in zip(jacobians.a, jacobians.b, coefficients, strict=True):
         left, right = left @ b, a @ right
-        total = total + kappa * _spectral(left @ right)
-    total = total + _spectral(left @ jacobians.middle @ right)
+        total = total + kappa * _spectral_norm(left @ right)
+    total = total + _spectral_norm(left @ jacobians.middle @ right)
     return float((total * jacobians.lengths).sum())
-
-
-def _spectral(jacobians: Tensor) -> Tensor:
-    """(K,) spectral norms."""
-    norms: Tensor = torch.linalg.matrix_norm(jacobians, ord=2)
-    return norms

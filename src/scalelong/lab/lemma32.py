@@ -16,12 +16,11 @@ from scalelong.lab import Finding, Study, finish, judge, panels
 from scalelong.random import uniform
 
 UNIFORM_SECOND_MOMENT = 1 / 3  # E[x^2] of U[-1, 1]
-_CHUNK = 2048
 
 
-def printed_alpha_bar(square_root: bool, steps: int = 1000) -> float:
+def printed_alpha_bar(square_root: bool) -> float:
     """The proof's E_t prod_{i <= t} sqrt(1 - 0.02 i / 1000), as printed or without its square root."""
-    factor = 1 - 0.02 * torch.arange(1, steps + 1, dtype=torch.float64) / steps
+    factor = 1 - 0.02 * torch.arange(1, 1001, dtype=torch.float64) / 1000
     return float((factor.sqrt() if square_root else factor).cumprod(0).mean())
 
 
@@ -30,22 +29,16 @@ def expected_squared_norm(mean_alpha_bar: float, second_moment: float = UNIFORM_
     return 1 - (1 - second_moment) * mean_alpha_bar
 
 
-def squared_norms(
-    process: Process, images: Tensor | None, samples: int, width: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """(u, ||x_t||^2 / m), (samples,) each: u in [0, 1) is the quantile of t; x_0 is uniform, or rows of `images`."""
-    times, values = [], []
-    for start in range(0, samples, _CHUNK):
-        index = torch.arange(start, min(start + _CHUNK, samples))
-        if images is None:
-            x0 = uniform(seed, "lemma-x0", index, (width,)) * 2 - 1
-        else:
-            x0 = to_float(images[index % len(images)]).flatten(1).double()
-        t, noise = draw_time_and_noise(process, seed, index, (x0.shape[1],))
-        x_t, _, _ = process.diffuse(x0, noise.double(), t.double())
-        times.append(uniform(seed, "time", index))
-        values.append(x_t.square().mean(1))
-    return torch.cat(times), torch.cat(values)
+def squared_norms(process: Process, images: Tensor | None, count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(u, ||x_t||^2 / m), (count,) each: u in [0, 1) is the quantile of t; x_0 is uniform, or rows of `images`."""
+    index = torch.arange(count)
+    if images is None:
+        x0 = uniform(seed, "lemma-x0", index, (width,)) * 2 - 1
+    else:
+        x0 = to_float(images[index % len(images)]).flatten(1).double()
+    t, noise = draw_time_and_noise(process, seed, index, (x0.shape[1],))
+    x_t, _, _ = process.diffuse(x0, noise.double(), t.double())
+    return uniform(seed, "time", index), x_t.square().mean(1)
 
 
 def study(quick: bool = False, seed: int = 0) -> Study:

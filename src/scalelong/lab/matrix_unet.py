@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +35,12 @@ class Join(nn.Module):
 
 def stacked_block(width: int, layers: int) -> nn.Sequential:
     """W_l relu(W_{l-1} ... relu(W_1 x)), no biases, weights from N(0, 2 / m)."""
-    block = nn.Sequential()
-    for layer in range(layers):
-        if layer:
-            block.append(nn.ReLU())
+    parts: list[nn.Module] = []
+    for _ in range(layers):
         linear = nn.Linear(width, width, bias=False)
         nn.init.normal_(linear.weight, std=math.sqrt(2 / width))
-        block.append(linear)
-    return block
+        parts += [nn.ReLU(), linear]
+    return nn.Sequential(*parts[1:])
 
 
 class MatrixUNet(nn.Module):
@@ -54,8 +53,8 @@ class MatrixUNet(nn.Module):
 
     def __init__(self, width: int, layers: int, num_skips: int) -> None:
         super().__init__()
-        for key, value in (("width", width), ("layers", layers), ("num_skips", num_skips)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        for key, value in {"width": width, "layers": layers, "num_skips": num_skips}.items():
+            if type(value) is not int or value < 1:
                 raise ValueError(f"matrix_unet.{key}: must be a whole number of at least 1, got {value!r}")
         self.width = width
         self.num_skips = num_skips
@@ -70,12 +69,15 @@ class MatrixUNet(nn.Module):
 
     def hidden(self, x: Tensor, coefficients: Sequence[float | Tensor] | None = None) -> list[Tensor]:
         """h_0 .. h_N, h_i the output of f_i; `coefficients` (kappa_1 .. kappa_N) replace those of `scalelong.apply`."""
-        self._check(x, coefficients)
+        if x.shape[-1] != self.width:
+            raise ValueError(f"matrix_unet.width: this network takes vectors of {self.width}, got {x.shape[-1]}")
+        if coefficients is not None and len(coefficients) != (n := self.num_skips):
+            raise ValueError(f"matrix_unet.coefficients: {len(coefficients)} given, the network has {n} skips")
         skips: list[Tensor] = []
         for encode in self.a:
             x = encode(x)
             skips.append(x)
-        outputs: list[Tensor] = [self.middle(x)]
+        outputs = [self.middle(x)]
         for index in reversed(range(self.num_skips)):
             if coefficients is None:
                 joined = self.joins[index](outputs[-1], skips[index])
@@ -84,22 +86,26 @@ class MatrixUNet(nn.Module):
             outputs.append(self.b[index](joined))
         return outputs[::-1]
 
-    def _check(self, x: Tensor, coefficients: Sequence[float | Tensor] | None) -> None:
-        if x.shape[-1] != self.width:
-            raise ValueError(f"matrix_unet.width: this network takes vectors of {self.width}, got {x.shape[-1]}")
-        if coefficients is not None and len(coefficients) != self.num_skips:
-            raise ValueError(
-                f"matrix_unet.coefficients: {len(coefficients)} given, the network has {self.num_skips} skips; "
-                "give one for each, outermost first"
-            )
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """a_1 .. a_N, b_1 .. b_N, f_N."""
+        return [*self.a, *self.b, self.middle]
+
+    @torch.no_grad()
+    def sample_weights_(self, generator: torch.Generator, gain: float = GAINS["paper"]) -> Self:
+        """New weights in place: N(0, 2/m), and N(0, gain/m) for the last matrix of each block."""
+        for block in self.blocks:
+            *inner, last = matrices(block)
+            for weight in inner:
+                weight.normal_(std=math.sqrt(2 / self.width), generator=generator)
+            last.normal_(std=math.sqrt(gain / self.width), generator=generator)
+        return self
 
 
 def coefficients_of(method: str, num_skips: int, kappa: float = 0.7) -> list[float]:
     """kappa_1 .. kappa_N of one of METHODS."""
-    if method == "none":
-        return universal_coefficients(num_skips, 1.0)
     rules = {"universal": universal_coefficients, "cs": constant_coefficients, "cs_reversed": reversed_coefficients}
-    return rules[method](num_skips, kappa)
+    return rules[method](num_skips, kappa) if method != "none" else [1.0] * num_skips
 
 
 def noisy_inputs(count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -111,22 +117,6 @@ def noisy_inputs(count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
     return x_t, noise
 
 
-def blocks(model: MatrixUNet) -> list[nn.Module]:
-    """a_1 .. a_N, b_1 .. b_N, f_N."""
-    return [*model.a, *model.b, model.middle]
-
-
 def matrices(block: nn.Module) -> list[Tensor]:
     """W_1 .. W_l of a block."""
     return [layer.weight for layer in block.children() if isinstance(layer, nn.Linear)]
-
-
-@torch.no_grad()
-def sample_weights_(model: MatrixUNet, generator: torch.Generator, gain: float = GAINS["paper"]) -> MatrixUNet:
-    """New weights in place: N(0, 2/m), and N(0, gain/m) for the last matrix of each block."""
-    for block in blocks(model):
-        *inner, last = matrices(block)
-        for weight in inner:
-            weight.normal_(std=math.sqrt(2 / model.width), generator=generator)
-        last.normal_(std=math.sqrt(gain / model.width), generator=generator)
-    return model

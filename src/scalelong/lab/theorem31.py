@@ -17,40 +17,28 @@ from typing import Any
 import numpy as np
 import scipy.stats
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from scalelong.lab import Finding, Study, finish, judge, panels
-from scalelong.lab.matrix_unet import (
-    GAINS,
-    METHODS,
-    MatrixUNet,
-    blocks,
-    coefficients_of,
-    matrices,
-    noisy_inputs,
-    sample_weights_,
-)
+from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, matrices, noisy_inputs
 from scalelong.random import uniform
 
 LAYERS = 2
 UNIT, PAPER = GAINS["unit"], GAINS["paper"]
 
 
-def coefficient_sets(num_skips: int, seed: int, random_sets: int = 12) -> Tensor:
+def coefficient_sets(num_skips: int, seed: int) -> Tensor:
     """(S, N) float64: every method at several kappas, then random sets from U[0, 1]^N."""
-    named = [coefficients_of("none", num_skips)]
-    for kappa in (0.3, 0.5, 0.7, 0.9):
-        named += [coefficients_of(method, num_skips, kappa) for method in METHODS[1:]]
-    random = uniform(seed, "coefficients", torch.arange(random_sets), (num_skips,))
-    return torch.cat([torch.tensor(named, dtype=torch.float64), random])
+    named = [coefficients_of(method, num_skips, kappa) for kappa in (0.3, 0.5, 0.7, 0.9) for method in METHODS[1:]]
+    random = uniform(seed, "coefficients", torch.arange(12), (num_skips,))
+    return torch.cat([torch.tensor([[1.0] * num_skips, *named], dtype=torch.float64), random])
 
 
 @torch.no_grad()
 def change_gain_(model: MatrixUNet, before: float, after: float) -> MatrixUNet:
     """The same random weights at another gain: the last matrix of each block is multiplied by sqrt(after / before)."""
-    for block in blocks(model):
+    for block in model.blocks:
         matrices(block)[-1].mul_(math.sqrt(after / before))
     return model
 
@@ -86,7 +74,7 @@ def measure_ratios(
     inputs, _ = noisy_inputs(networks, width, seed)
     found: dict[float, list[Tensor]] = {gain: [] for gain in gains}
     for x in inputs:
-        sample_weights_(model, generator, gains[0])
+        model.sample_weights_(generator, gains[0])
         for before, gain in zip((gains[0], *gains), gains, strict=False):
             change_gain_(model, before, gain)
             found[gain].append(hidden_squared(model, x[None], sets)[:, :, 0] / float(x.double().square().sum()))
@@ -99,9 +87,7 @@ def index_effect(num_skips: int, width: int, seed: int) -> tuple[float, float]:
     doubled = base + 0.7 * torch.eye(num_skips, dtype=torch.float64)
     ratios = measure_ratios(width, torch.cat([base, doubled]), 1, seed)[UNIT][0]  # (N + 1, 1 + N)
     change = (ratios[:, 1:] / ratios[:, :1] - 1).abs()  # [i, j - 1]: h_i, kappa_j doubled
-    own = max(float(change[i, i - 1]) for i in range(1, num_skips + 1))
-    following = min(float(change[i, i]) for i in range(num_skips))
-    return own, following
+    return float(change.diagonal(-1).max()), float(change.diagonal().min())
 
 
 def study(quick: bool = False, seed: int = 0) -> Study:
@@ -111,17 +97,16 @@ def study(quick: bool = False, seed: int = 0) -> Study:
     weights = skip_weights(4 if quick else 6, 64 if quick else 128, 100 if quick else 300, seed)
     spread = _spread(quick, seed)
     findings = (
-        _about_index(fits, index_effect(8, 64, seed)),
+        _about_index(fits, *index_effect(8, 64, seed)),
         _about_weights(weights, fits),
         _about_fit(fits),
-        _about_width(spread),
-        _about_depth(spread),
+        *_about_spread(spread),
     )
     return Study("theorem31", findings, {"fits": fits, "weights": weights, "spread": spread})
 
 
 def _fit(num_skips: int, width: int, networks: int, seed: int) -> dict[str, Any]:
-    """Fits of h_0 and of the middle h_i over many sets of coefficients, means over the networks."""
+    """Lines through ||h_0||^2 and the middle ||h_i||^2, means over the networks, against sums of kappa_j^2."""
     sets = coefficient_sets(num_skips, seed)
     ratios = measure_ratios(width, sets, networks, seed + num_skips, (UNIT, PAPER))
     squares, mean = sets.square(), ratios[UNIT].mean(0)
@@ -190,9 +175,8 @@ def _log_slope(x: Sequence[int], y: Sequence[float]) -> float:
     return fit_line(torch.tensor(x).double().log(), torch.tensor(y).double().log())["slope"]
 
 
-def _about_index(fits: list[dict[str, Any]], effect: tuple[float, float]) -> Finding:
+def _about_index(fits: list[dict[str, Any]], own: float, following: float) -> Finding:
     clearest = max(fits, key=lambda fit: fit["from_next"]["r_squared"] - fit["from_i"]["r_squared"])
-    own, following = effect
     return judge(
         "Theorem 3.1, Eq. 4: ||h_i||^2 depends on sum_{j >= i} kappa_j^2",
         "kappa_i moves h_i",
@@ -222,24 +206,24 @@ def _about_weights(weights: dict[str, Any], fits: list[dict[str, Any]]) -> Findi
 
 
 def _about_fit(fits: list[dict[str, Any]]) -> Finding:
-    lines = [fit["unit_fit"] for fit in fits]
+    pairs = [(fit, fit["unit_fit"]) for fit in fits]
     measured = "; ".join(
         f"N = {fit['num_skips']}, m = {fit['width']}: c_1 = {line['slope']:.2f} +- {fit['slope_error']:.2f}, "
         f"c_2 = {line['intercept']:.2f} ||x||^2, R^2 = {line['r_squared']:.4f}"
-        for fit, line in zip(fits, lines, strict=True)
+        for fit, line in pairs
     )
-    near_one = [abs(line["slope"] - 1) < 4 * fit["slope_error"] for fit, line in zip(fits, lines, strict=True)]
     return judge(
         "Theorem 3.1 with unit-gain blocks (last matrix N(0, 1/m)), sum from i + 1",
         "c_1 = 1 and c_2 = ||x||^2: c_2 is the middle block's path, not a constant",
         measured,
-        all(near_one) and all(line["r_squared"] > 0.9 for line in lines),
+        all(abs(line["slope"] - 1) < 4 * fit["slope_error"] and line["r_squared"] > 0.9 for fit, line in pairs),
         "holds up to constants: c_2 is proportional to ||x||^2",
     )
 
 
-def _about_width(spread: dict[str, Any]) -> Finding:
-    return judge(
+def _about_spread(spread: dict[str, Any]) -> tuple[Finding, Finding]:
+    found = ", ".join(f"{one:.2f}" for one, _ in spread["by_depth"])
+    width = judge(
         "Theorem 3.1: rho shrinks with the width, probability 1 - O(N) exp(-Omega(m rho^2))",
         "rho ~ m^-0.50",
         f"the rho within which 95% of networks stay ~ m^{spread['width_slope']:.2f}, from {spread['by_width'][0][0]:.2f} at "
@@ -247,10 +231,7 @@ def _about_width(spread: dict[str, Any]) -> Finding:
         abs(spread["width_slope"] + 0.5) < 0.15,
     )
 
-
-def _about_depth(spread: dict[str, Any]) -> Finding:
-    found = ", ".join(f"{one:.2f}" for one, _ in spread["by_depth"])
-    return judge(
+    depth = judge(
         "Theorem 3.1: the exponent m rho^2 does not contain N",
         "at a fixed probability rho does not grow with N",
         f"rho {found} for N = {', '.join(map(str, spread['depths']))} at m = {spread['at_width']}, ~ "
@@ -259,6 +240,7 @@ def _about_depth(spread: dict[str, Any]) -> Finding:
         "fails as printed: the longest path has 2N + 1 blocks and each adds (5 (l - 1) + 2) / m to the relative variance, "
         "so depth belongs in the exponent: m rho^2 / (N l) for that path",
     )
+    return width, depth
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
@@ -269,32 +251,21 @@ def figure(data: Mapping[str, Any]) -> Figure:
         fit.plot(np.array(row["sums"]) + 1, row["unit"], "o", markersize=4, alpha=0.8, color=colour, label=label)
     ends = np.array([1.0, max(max(row["sums"]) for row in data["fits"]) + 1])
     fit.plot(ends, ends, color="black", linewidth=1, label="exact mean (c₁ = 1, c₂ = ||x||²)")
-    fit.loglog()
-    finish(fit, "Unit-gain blocks: mean over networks", "Σ κⱼ² + 1", "||h₀||² / ||x||²")
+    finish(fit, "Unit-gain blocks: mean over networks", "Σ κⱼ² + 1", "||h₀||² / ||x||²", log="xy")
     found = data["weights"]
-    for name, colour, label in (
-        ("paper", "tab:red", "every matrix N(0, 2/m), as stated"),
-        ("unit", "tab:blue", "unit-gain blocks"),
-    ):
+    labels = {"paper": "every matrix N(0, 2/m), as stated", "unit": "unit-gain blocks"}
+    for (name, label), colour in zip(labels.items(), ("tab:red", "tab:blue"), strict=True):
         errors = 2 * np.array(found[f"{name}_error"])
         weight.errorbar(found["j"], found[name], errors, fmt="o", color=colour, markersize=5, capsize=3, label=label)
         weight.plot(found["j"], found[f"{name}_exact"], color=colour, linewidth=1)
-    weight.set_yscale("log")
-    finish(weight, "Weight of κⱼ² in ||h₀||² (lines: 4ʲ and 1)", "j (1 = outermost)", "weight")
-    _plot_rho(rho, data["spread"])
-    return canvas
-
-
-def _plot_rho(axes: Axes, spread: Mapping[str, Any]) -> None:
-    widths = np.array(spread["widths"], dtype=float)
-    ones, zeros = np.array(spread["by_width"]).T
-    axes.plot(widths, ones, "o-", color="tab:blue", markersize=5, label="all κ = 1")
-    axes.plot(widths, zeros, "s", color="tab:orange", markersize=5, label="all κ = 0")
+    finish(weight, "Weight of κⱼ² in ||h₀||² (lines: 4ʲ and 1)", "j (1 = outermost)", "weight", log="y")
+    spread = data["spread"]
+    widths, (ones, zeros) = np.array(spread["widths"], dtype=float), np.array(spread["by_width"]).T
+    rho.plot(widths, ones, "o-", color="tab:blue", markersize=5, label="all κ = 1")
+    rho.plot(widths, zeros, "s", color="tab:orange", markersize=5, label="all κ = 0")
     label = "all κ = 0, from the exact variance"
-    axes.plot(widths, spread["gaussian_by_width"], color="tab:orange", linewidth=1, label=label)
-    axes.plot(widths, ones[-1] * np.sqrt(widths[-1] / widths), ":", color="tab:gray", label="m^(-1/2)")
-    axes.loglog()
-    axes.set_xticks(widths, [f"{int(width)}" for width in widths])
-    axes.set_yticks([0.2, 0.3, 0.5, 0.8], ["0.2", "0.3", "0.5", "0.8"])
-    axes.minorticks_off()
-    finish(axes, "ρ within which 95% of networks stay (N = 2)", "width m", "ρ")
+    rho.plot(widths, spread["gaussian_by_width"], color="tab:orange", linewidth=1, label=label)
+    rho.plot(widths, ones[-1] * np.sqrt(widths[-1] / widths), ":", color="tab:gray", label="m^(-1/2)")
+    title, ticks = "ρ within which 95% of networks stay (N = 2)", (0.2, 0.3, 0.5, 0.8)
+    finish(rho, title, "width m", "ρ", log="xy", xticks=spread["widths"], yticks=ticks)
+    return canvas

@@ -6,23 +6,15 @@ Shapes: R networks, N skips; a gradient is of one sample's loss l = ||eps - UNet
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from scalelong.lab import METHOD_COLOURS, Finding, Study, finish, judge, panels
-from scalelong.lab.matrix_unet import (
-    GAINS,
-    METHODS,
-    MatrixUNet,
-    coefficients_of,
-    matrices,
-    noisy_inputs,
-    sample_weights_,
-)
+from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, matrices, noisy_inputs
 
 LAYERS = 2
 
@@ -35,10 +27,7 @@ def tail_sums(coefficients: Sequence[float]) -> Tensor:
 def gradient_ratios(
     model: MatrixUNet, x: Tensor, noise: Tensor, coefficients: Sequence[float], direction: Tensor | None = None
 ) -> Tensor:
-    """||grad_W l||^2 / (l ||x||^2) of every matrix, (2, N, layers) float64: a_i, then b_i.
-
-    A `direction` v replaces the residual UNet(x) - eps that is propagated back: l = ||v||^2.
-    """
+    """||grad_W l||^2 / (l ||x||^2), (2, N, layers) float64: a_i, then b_i; `direction` replaces the residual."""
     output = model(x[None], coefficients)[0]
     residual = output.detach() - noise if direction is None else direction
     weights = [w for block in (*model.a, *model.b) for w in matrices(block)]
@@ -56,14 +45,13 @@ def measure(
     inputs, noises = noisy_inputs(networks, width, seed)
     found: dict[tuple[str, float, str], list[Tensor]] = {}
     for x, noise in zip(inputs, noises, strict=True):
-        sample_weights_(model, generator, gain)
+        model.sample_weights_(generator, gain)
         fixed = torch.randn(width, generator=generator)
-        for method in METHODS if len(kappas) == 1 else ("cs",):
-            for kappa in kappas:
-                coefficients = coefficients_of(method, num_skips, kappa)
-                for sent, direction in (("residual", None), ("fixed", fixed)):
-                    ratios = gradient_ratios(model, x, noise, coefficients, direction)
-                    found.setdefault((method, kappa, sent), []).append(ratios)
+        for method, kappa in product(METHODS if len(kappas) == 1 else ("cs",), kappas):
+            coefficients = coefficients_of(method, num_skips, kappa)
+            for sent, direction in (("residual", None), ("fixed", fixed)):
+                ratios = gradient_ratios(model, x, noise, coefficients, direction)
+                found.setdefault((method, kappa, sent), []).append(ratios)
     return {key: torch.stack(ratios) for key, ratios in found.items()}
 
 
@@ -71,11 +59,10 @@ def study(quick: bool = False, seed: int = 0) -> Study:
     """Ratio of the gradient to the bound: without c_3, with the middle block's path in it, and under the stated init."""
     depths, width, networks = ((2, 4, 16), 64, 10) if quick else ((2, 4, 8, 16, 32), 128, 32)
     table: list[dict[str, Any]] = []
-    for n in depths:
-        for init, gain in GAINS.items():
-            for (method, kappa, sent), ratios in measure(n, width, gain, networks, seed + n).items():
-                row = {"num_skips": n, "init": init, "method": method, "sent": sent}
-                table.append(row | _ranges(ratios, coefficients_of(method, n, kappa)))
+    for n, init in product(depths, GAINS):
+        for (method, kappa, sent), ratios in measure(n, width, GAINS[init], networks, seed + n).items():
+            row = {"num_skips": n, "init": init, "method": method, "sent": sent}
+            table.append(row | _ranges(ratios, coefficients_of(method, n, kappa)))
     swept = measure(8, width, GAINS["unit"], networks, seed, (0.3, 0.5, 0.7, 0.9, 1.0))
     sweep = [
         {"kappa": kappa, "sent": sent, **_ranges(ratios, coefficients_of("cs", 8, kappa))}
@@ -87,52 +74,41 @@ def study(quick: bool = False, seed: int = 0) -> Study:
 
 
 def _ranges(ratios: Tensor, coefficients: Sequence[float]) -> dict[str, float]:
-    """Smallest and largest over the matrices of the median over networks (a few networks dominate the mean).
-
-    The ratio is to sum_{j>=i} kappa_j^2 alone (printed), and to that plus 1.
-    """
-    sums = tail_sums(coefficients)[None, :, None]
-    typical = ratios.median(0).values
-    return {
-        "printed_max": float((typical / sums).max()),
-        "low": float((typical / (sums + 1)).min()),
-        "high": float((typical / (sums + 1)).max()),
-    }
+    """Ratio to sum_{j>=i} kappa_j^2 (printed), and to that plus 1: range over matrices of the median over networks."""
+    sums, typical = tail_sums(coefficients)[None, :, None], ratios.median(0).values
+    low, high = (typical / (sums + 1)).aminmax()
+    return {"printed_max": float((typical / sums).max()), "low": float(low), "high": float(high)}
 
 
 def _select(table: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
     return [row for row in table if all(row[key] == value for key, value in wanted.items())]
 
 
-def _largest(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """The largest over methods, by N."""
-    depths = sorted({row["num_skips"] for row in rows})
-    return [(n, max(row[key] for row in rows if row["num_skips"] == n)) for n in depths]
-
-
-def _listed(series: list[tuple[int, float]]) -> str:
-    return ", ".join(f"{value:.3g} (N = {n})" for n, value in series)
+def _listed(rows: list[dict[str, Any]], key: str) -> str:
+    """The value of each row, which are in the order of N."""
+    return ", ".join(f"{row[key]:.3g} (N = {row['num_skips']})" for row in rows)
 
 
 def _about_paper(table: list[dict[str, Any]]) -> Finding:
-    series = _largest(_select(table, init="paper", method="none", sent="residual"), "printed_max")
-    growth = (series[-1][1] / series[0][1]) ** (1 / (series[-1][0] - series[0][0]))
+    rows = _select(table, init="paper", method="none", sent="residual")
+    first, last = rows[0], rows[-1]
+    growth = (last["printed_max"] / first["printed_max"]) ** (1 / (last["num_skips"] - first["num_skips"]))
     return judge(
         "Theorem 3.3 with every matrix N(0, 2/m), as stated",
         "ratio to l ||x||^2 sum_{j>=i} kappa_j^2 bounded by a constant for all N",
-        f"kappa = 1: largest ratio {_listed(series)}: x{growth:.1f} per skip",
+        f"kappa = 1: largest ratio {_listed(rows, 'printed_max')}: x{growth:.1f} per skip",
         growth > 2,
         "fails as printed: the gain of 2 per block enters here too: the constant grows about as 4^N",
     )
 
 
 def _about_rest(table: list[dict[str, Any]]) -> Finding:
-    series = _largest(_select(table, init="unit", method="cs", sent="fixed"), "printed_max")
+    rows = _select(table, init="unit", method="cs", sent="fixed")
     return judge(
         "Theorem 3.3 with unit-gain blocks: c_3 is a small constant",
         "for CS the gradient of inner blocks falls as kappa^(2(i-1))",
-        f"cs(0.7): largest ratio without c_3 {_listed(series)}",
-        series[-1][1] > 3 * series[0][1],
+        f"cs(0.7): largest ratio without c_3 {_listed(rows, 'printed_max')}",
+        rows[-1]["printed_max"] > 3 * rows[0]["printed_max"],
         "fails as printed: the middle block's path carries l ||x||^2 to every block, whatever kappa; c_3 ~ l ||x||^2",
     )
 
@@ -150,15 +126,14 @@ def _about_fixed(table: list[dict[str, Any]]) -> Finding:
 
 
 def _about_residual(table: list[dict[str, Any]], sweep: list[dict[str, Any]]) -> Finding:
-    none, cs = (
-        _largest(_select(table, init="unit", method=method, sent="residual"), "high") for method in ("none", "cs")
-    )
+    none, cs = (_select(table, init="unit", method=method, sent="residual") for method in ("none", "cs"))
     by_kappa = ", ".join(f"{row['high']:.1f} ({row['kappa']})" for row in sweep if row["sent"] == "residual")
     return judge(
         "Theorem 3.3, the same with the true residual UNet(x) - eps",
         "the same constants (Lemma B.11)",
-        f"largest ratio with kappa = 1 {_listed(none)}; with cs(0.7) {_listed(cs)}; cs at N = 8 by kappa: {by_kappa}",
-        none[-1][1] > 1.5 * none[0][1],
+        f"largest ratio with kappa = 1 {_listed(none, 'high')}; with cs(0.7) {_listed(cs, 'high')}; cs at N = 8 by kappa: "
+        f"{by_kappa}",
+        none[-1]["high"] > 1.5 * none[0]["high"],
         "fails as printed: the residual contains the output of the same weights, so Lemma B.11, for a fixed vector, does not "
         "apply; without scaling the constant grows with N",
     )
@@ -173,31 +148,22 @@ def figure(data: Mapping[str, Any]) -> Figure:
             label = method if sent == "residual" else None
             depth.plot(*_columns(rows, "num_skips", "high"), style, color=colour, label=label, ms=4)
     depth.plot([], [], "s--", color="tab:gray", ms=4, label="residual independent of the weights")
-    depth.loglog()
-    depth.set_xticks([row["num_skips"] for row in rows], [str(row["num_skips"]) for row in rows])
-    depth.set_yticks([2, 5, 10, 20, 50, 100], ["2", "5", "10", "20", "50", "100"])
-    depth.minorticks_off()
-    ratio = "||∇l||² / (l ||x||² (Σκ² + 1))"
-    finish(depth, "Unit-gain blocks: largest over matrices, median network", "number of skips N", ratio)
-    for sent, colour in (("residual", "tab:blue"), ("fixed", "tab:orange")):
-        rows = [row for row in data["sweep"] if row["sent"] == sent]
-        label = "true residual" if sent == "residual" else "independent residual"
-        at, low, high = _columns(rows, "kappa", "low", "high")
-        kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=label)
-    kappa.set_yscale("log")
-    kappa.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    kappa.minorticks_off()
-    finish(kappa, "CS, N = 8: range of the ratio by κ", "κ", "same ratio, smallest to largest")
+    title, ratio = "Unit-gain blocks: largest over matrices, median network", "||∇l||² / (l ||x||² (Σκ² + 1))"
+    depths = [row["num_skips"] for row in rows]
+    finish(depth, title, "number of skips N", ratio, log="xy", xticks=depths, yticks=(2, 5, 10, 20, 50, 100))
+    for sent, colour, label in (("residual", "tab:blue", "true"), ("fixed", "tab:orange", "independent")):
+        at, low, high = _columns(_select(data["sweep"], sent=sent), "kappa", "low", "high")
+        kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=f"{label} residual")
+    title, ratio = "CS, N = 8: range of the ratio by κ", "same ratio, smallest to largest"
+    finish(kappa, title, "κ", ratio, log="y", yticks=(1, 2, 5, 10, 20, 50))
     for init, method, sent, colour, label in (
         ("paper", "none", "residual", "tab:red", "N(0, 2/m) as stated, κ = 1"),
         ("unit", "cs", "fixed", "tab:green", "unit gain, cs(0.7), without c₃"),
     ):
         rows = _select(data["table"], init=init, method=method, sent=sent)
         paper.plot(*_columns(rows, "num_skips", "printed_max"), "o-", color=colour, label=label, ms=4)
-    depths = np.array(sorted({r["num_skips"] for r in data["table"]}), dtype=float)
-    paper.plot(depths, 4.0**depths, ":", color="tab:gray", label="4ᴺ")
-    paper.set_yscale("log")
-    finish(paper, "Ratio to the bound as printed", "number of skips N", "||∇l||² / (l ||x||² Σκ²), largest")
+    paper.plot(depths, [4.0**n for n in depths], ":", color="tab:gray", label="4ᴺ")
+    finish(paper, "Ratio to the bound as printed", "number of skips N", "||∇l||² / (l ||x||² Σκ²), largest", log="y")
     return canvas
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from scalelong.lab import METHOD_COLOURS, Finding, Study, bounds, finish, judge, panels
-from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, noisy_inputs, sample_weights_
+from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, noisy_inputs
 
 KAPPA = 0.7
 TOLERANCE = 1 + 1e-9  # of a violation, in float64
@@ -35,7 +34,7 @@ def random_case(number: int, seed: int) -> dict[str, Any]:
     draw = random.Random(seed * 1_000_003 + number)
     num_skips, width, layers = draw.randint(1, 6), draw.choice((4, 8, 12)), draw.randint(1, 3)
     generator = torch.Generator().manual_seed(draw.getrandbits(32))
-    model = sample_weights_(MatrixUNet(width, layers, num_skips).double(), generator, draw.uniform(0.5, 2))
+    model = MatrixUNet(width, layers, num_skips).double().sample_weights_(generator, draw.uniform(0.5, 2))
     method = draw.choice((*METHODS, "random"))
     if method == "random":
         coefficients = [draw.random() for _ in range(num_skips)]
@@ -52,9 +51,8 @@ def random_case(number: int, seed: int) -> dict[str, Any]:
     case["measured"] = change_per_perturbation(model, x, step, coefficients)
     case |= all_bounds(model, jacobians, coefficients)
     if layers == 1:
-        case["printed"] = bounds.power_bound(
-            coefficients, max(bounds.composed_norms(model)), bounds.block_norms(model)[1]
-        )
+        m0, middle = max(bounds.composed_norms(model)), bounds.block_norms(model)[1]
+        case["printed"] = bounds.power_bound(coefficients, m0, middle)
     return case
 
 
@@ -83,8 +81,7 @@ def study(quick: bool = False, seed: int = 0) -> Study:
     broken = [broken_case(stretch, m0) for m0 in (1.0, 1.5) for stretch in (1.0, 2.0, 4.0, 8.0)]
     findings = (
         _about_printed(cases, broken),
-        _about_corrected(cases),
-        _about_local(cases),
+        *_about_valid(cases),
         *_about_tightness(tightness),
         _about_order(tightness[-1], paper_gain),
     )
@@ -113,7 +110,7 @@ def tightness_at(num_skips: int, width: int, networks: int, seed: int, gain: flo
     logs: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     gap = 0.0
     for x in inputs.double():
-        model = sample_weights_(MatrixUNet(width, 2, num_skips).double(), generator, gain)
+        model = MatrixUNet(width, 2, num_skips).double().sample_weights_(generator, gain)
         push = 1e-6 * torch.randn(width, generator=generator, dtype=torch.float64)
         for method, rows in logs.items():
             kappas = coefficients_of(method, num_skips, KAPPA)
@@ -121,15 +118,11 @@ def tightness_at(num_skips: int, width: int, networks: int, seed: int, gain: flo
             exact = float(torch.linalg.matrix_norm(jacobians.network(kappas)[0], ord=2))
             worst, _ = bounds.power_iteration(partial(model, coefficients=kappas), x, 60)
             gap = max(gap, abs(worst / exact - 1))
-            random_change = change_per_perturbation(model, x, push, kappas)
-            skips = bounds.skip_part(kappas, bounds.block_norms(model)[0])
-            rows.append(
-                {"worst": worst, "random": random_change, "skips": skips, **all_bounds(model, jacobians, kappas)}
-            )
-    means = {
-        method: {key: geometric_mean(row[key] for row in rows) for key in rows[0]} for method, rows in logs.items()
-    }
-    return {"num_skips": num_skips, "power_iteration_gap": gap, "methods": means}
+            row = {"worst": worst, "random": change_per_perturbation(model, x, push, kappas)}
+            row["skips"] = bounds.product_bound(kappas, bounds.block_norms(model)[0], middle=0.0)
+            rows.append(row | all_bounds(model, jacobians, kappas))
+    methods = {name: {key: geometric_mean(row[key] for row in rows) for key in rows[0]} for name, rows in logs.items()}
+    return {"num_skips": num_skips, "power_iteration_gap": gap, "methods": methods}
 
 
 def _about_printed(cases: list[dict[str, Any]], broken: list[dict[str, float]]) -> Finding:
@@ -145,28 +138,26 @@ def _about_printed(cases: list[dict[str, Any]], broken: list[dict[str, float]]) 
     )
 
 
-def _about_corrected(cases: list[dict[str, Any]]) -> Finding:
+def _about_valid(cases: list[dict[str, Any]]) -> tuple[Finding, Finding]:
     count = violations(cases, "largest factor") + violations(cases, "product")
     tightest = max(case["measured"] / case["product"] for case in cases)
-    return judge(
+    corrected = judge(
         "Theorem 3.4 corrected: M = max ||b_i|| ||a_i||, and its product form",
         "never exceeded",
         f"{count} violations in {len(cases):,} random networks and perturbations; the closest reaches {tightest:.2f} of the "
         "product form",
         count == 0,
     )
-
-
-def _about_local(cases: list[dict[str, Any]]) -> Finding:
     count = violations(cases, "local") + violations(cases, "path")
     pieces = max(case["pieces"] for case in cases)
     shares = ", ".join(f"{bound} {mean(_shares(cases, bound)):.3f}" for bound in ("product", "local", "path"))
-    return judge(
+    local = judge(
         "Theorem 3.4 with Jacobians along the segment (singular values on each of its linear pieces)",
         "never exceeded",
         f"{count} violations in {len(cases):,}, up to {pieces} pieces a segment; mean share reached: {shares}",
         count == 0,
     )
+    return corrected, local
 
 
 def _shares(cases: list[dict[str, Any]], bound: str) -> list[float]:
@@ -176,31 +167,24 @@ def _shares(cases: list[dict[str, Any]], bound: str) -> list[float]:
 
 def _about_tightness(tightness: list[dict[str, Any]]) -> tuple[Finding, Finding]:
     first, last = tightness[0], tightness[-1]
-
-    def shares(bound: str, at: dict[str, Any]) -> str:
-        return ", ".join(f"{method} {row['worst'] / row[bound]:.1e}" for method, row in at["methods"].items())
-
-    def never_above(bound: str) -> bool:
-        rows = [row for at in tightness for row in at["methods"].values()]
-        return all(row["worst"] <= row[bound] * TOLERANCE for row in rows)
-
     gap = max(row["power_iteration_gap"] for row in tightness)
+
+    def about(bound: str, statement: str, verdict: str, note: str = "") -> Finding:
+        shares = [
+            ", ".join(f"{method} {row['worst'] / row[bound]:.1e}" for method, row in at["methods"].items())
+            for at in (first, last)
+        ]
+        measurement = f"N = {first['num_skips']}: {shares[0]}; N = {last['num_skips']}: {shares[1]}{note}"
+        rows = [row for at in tightness for row in at["methods"].values()]
+        never_above = all(row["worst"] <= row[bound] * TOLERANCE for row in rows)
+        return judge(f"Tightness of the {statement}", "1 if tight", measurement, never_above, verdict)
+
+    product = f"product form, {first['num_skips']} to {last['num_skips']} skips, worst direction"
+    local = "local form (||J|| by power iteration on Jacobians)"
+    note = f"; power iteration within {gap:.0e} of singular values, from below"
     return (
-        judge(
-            f"Tightness of the product form, {first['num_skips']} to {last['num_skips']} skips, worst direction",
-            "1 if tight",
-            f"N = {first['num_skips']}: {shares('product', first)}; N = {last['num_skips']}: {shares('product', last)}",
-            never_above("product"),
-            "holds, but is loose: the share falls geometrically with N",
-        ),
-        judge(
-            "Tightness of the local form (||J|| by power iteration on Jacobians)",
-            "1 if tight",
-            f"N = {first['num_skips']}: {shares('local', first)}; N = {last['num_skips']}: {shares('local', last)}; power "
-            f"iteration within {gap:.0e} of singular values, from below",
-            never_above("local"),
-            "holds, but is loose",
-        ),
+        about("product", product, "holds, but is loose: the share falls geometrically with N"),
+        about("local", local, "holds, but is loose", note),
     )
 
 
@@ -226,7 +210,16 @@ def _about_order(unit: dict[str, Any], paper: dict[str, Any]) -> Finding:
 def figure(data: Mapping[str, Any]) -> Figure:
     """Share of each bound reached, tightness against N, and CS over universal scaling."""
     canvas, (share, tight, order) = panels(3)
-    _plot_shares(share, data)
+    bins = np.logspace(-12, 2, 57).tolist()
+    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
+        # a share of 1 belongs to the bin below 1
+        values = [min(value, 1 - 1e-9) if value <= TOLERANCE else value for value in _shares(data["cases"], bound)]
+        share.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
+    broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
+    share.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
+    share.axvline(1, color="black", linewidth=1)
+    title = f"{len(data['cases']):,} random networks: none beyond 1"
+    finish(share, title, "measured / bound (first bar: this or less)", "networks", log="x")
     depths = [row["num_skips"] for row in data["tightness"]]
     for method, colour in METHOD_COLOURS.items():
         rows = [row["methods"][method] for row in data["tightness"]]
@@ -235,8 +228,7 @@ def figure(data: Mapping[str, Any]) -> Figure:
         tight.plot([], [], color=colour, label=method)
     for bound, style in _STYLES.items():
         tight.plot([], [], style, color="tab:gray", markersize=4, label=f"{bound} form")
-    tight.set_yscale("log")
-    finish(tight, "||J|| at x over each bound (1 = tight)", "number of skips N", "share of the bound reached")
+    finish(tight, "||J|| at x over each bound (1 = tight)", "number of skips N", "share of the bound reached", log="y")
     n = np.array(depths, dtype=float)
     for key, colour, label in (
         ("skips", "tab:green", "sum over the skips"),
@@ -246,21 +238,5 @@ def figure(data: Mapping[str, Any]) -> Figure:
         values = [cs_over_universal(row, key) for row in data["tightness"]]
         order.plot(n, values, "o-", color=colour, markersize=4, label=label)
     order.plot(n, KAPPA ** (n - 2), ":", color="black", linewidth=1.6, label="claimed: κ^(N-2)")
-    order.set_yscale("log")
-    finish(order, f"CS over universal scaling, κ = {KAPPA}", "number of skips N", "ratio")
+    finish(order, f"CS over universal scaling, κ = {KAPPA}", "number of skips N", "ratio", log="y")
     return canvas
-
-
-def _plot_shares(axes: Axes, data: Mapping[str, Any]) -> None:
-    """Histograms of measured / bound, and the counterexample to the printed form beyond 1."""
-    bins = np.logspace(-12, 2, 57).tolist()
-    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
-        shares = _shares(data["cases"], bound)
-        values = [min(share, 1 - 1e-9) if share <= TOLERANCE else share for share in shares]  # 1 belongs to the left
-        axes.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
-    broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
-    axes.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xscale("log")
-    title = f"{len(data['cases']):,} random networks: none beyond 1"
-    finish(axes, title, "measured / bound (first bar: this or less)", "networks")

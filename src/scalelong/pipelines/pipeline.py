@@ -12,6 +12,8 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+Condition = dict[str, Tensor]
+
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
     """Any denoiser called like the UNets of diffusers, with any scheduler; components that a model does not need are None."""
@@ -39,18 +41,10 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)
-        self.register_to_config(
-            num_classes=num_classes,
-            null_class=null_class,
-            class_names=list(class_names),
-            text_tokens=text_tokens,
-            null_text=null_text,
-            latent_scale=latent_scale,
-            latent_shift=latent_shift,
-            default_steps=default_steps,
-            default_guidance=default_guidance,
-            guidance_interval=list(guidance_interval),
-        )
+        self.register_to_config(num_classes=num_classes, null_class=null_class, class_names=list(class_names))
+        self.register_to_config(text_tokens=text_tokens, null_text=null_text)
+        self.register_to_config(latent_scale=latent_scale, latent_shift=latent_shift, default_steps=default_steps)
+        self.register_to_config(default_guidance=default_guidance, guidance_interval=list(guidance_interval))
 
     @torch.no_grad()
     def __call__(
@@ -66,9 +60,8 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         return_dict: bool = True,
     ) -> Any:
         """Sample images. latents: N(0, 1) noise to start from. output_type: pil, np, pt (in [0, 1]) or latent."""
-        condition, null, batch_size = self._condition(
-            prompt, class_labels, batch_size if latents is None else len(latents)
-        )
+        batch_size = batch_size if latents is None else len(latents)
+        condition, null, batch_size = self._condition(prompt, class_labels, batch_size)
         scale = self.config.default_guidance if guidance_scale is None else guidance_scale
         if scale != 1 and null is None:
             raise ValueError(f"guidance_scale: {scale}, but this model has no null condition; leave it at 1")
@@ -83,30 +76,25 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         options = {name: options[name] for name in options if name in inspect.signature(self.scheduler.step).parameters}
         for t in self.progress_bar(self.scheduler.timesteps):
             guided = scale != 1 and self._guided_at(t)
-            output = self._predict(
-                self.scheduler.scale_model_input(x, t), t, condition, null if guided else None, scale
-            )
+            scaled = self.scheduler.scale_model_input(x, t)
+            output = self._predict(scaled, t, condition, null if guided else None, scale)
             x = self.scheduler.step(output, t, x, **options).prev_sample
         return self._finish(x, output_type, return_dict)
 
-    def _predict(
-        self, x: Tensor, t: Tensor, condition: dict[str, Tensor], null: dict[str, Tensor] | None, scale: float
-    ) -> Tensor:
+    def _predict(self, x: Tensor, t: Tensor, condition: Condition, null: Condition | None, scale: float) -> Any:
         """The network's output, by classifier-free guidance unless `null` is None."""
         time = t.to(x.device).expand(len(x))
         if null is None:
-            plain: Tensor = self.unet(x, time, **condition, return_dict=False)[0]
-            return plain
+            return self.unet(x, time, **condition, return_dict=False)[0]
         both = {name: torch.cat([value, null[name].expand(value.shape)]) for name, value in condition.items()}
         output = self.unet(torch.cat([x, x]), torch.cat([time, time]), **both, return_dict=False)[0]
         conditional, unconditional = output.chunk(2)
-        guided: Tensor = unconditional + scale * (conditional - unconditional)
-        return guided
+        return unconditional + scale * (conditional - unconditional)
 
     def _guided_at(self, t: Tensor) -> bool:
         """Whether the noise level sigma / alpha is inside the guidance interval."""
         low, high = self.config.guidance_interval
-        if (low or 0.0) == 0.0 and high is None:
+        if not low and high is None:
             return True
         if hasattr(self.scheduler, "alphas_cumprod"):
             alpha_bar = float(self.scheduler.alphas_cumprod[int(t)])
@@ -115,12 +103,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             level = math.exp(4 * float(t))  # EDM: t is ln(sigma) / 4
         return (low or 0.0) <= level <= (math.inf if high is None else high)
 
-    def _condition(
-        self,
-        prompt: str | Sequence[str] | None,
-        class_labels: int | str | Sequence[int | str] | Tensor | None,
-        batch_size: int,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None, int]:
+    def _condition(self, prompt: Any, class_labels: Any, batch_size: int) -> tuple[Condition, Condition | None, int]:
         """The condition, the null condition of guidance if the model has one, and the number of images."""
         if self.text_encoder is not None:
             texts = [prompt] * batch_size if isinstance(prompt, str) or prompt is None else list(prompt)
@@ -133,43 +116,37 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             if class_labels is not None:
                 raise ValueError("class_labels: this model is not conditioned on classes; leave them out")
             return {}, None, batch_size
-        in_turn = [number % self.config.num_classes for number in range(batch_size)]
-        chosen = in_turn if class_labels is None else class_labels
-        if isinstance(chosen, (int, str)):
-            chosen = [chosen] * batch_size
-        numbers = [self._class(each) for each in (chosen.tolist() if hasattr(chosen, "tolist") else chosen)]
-        labels = torch.tensor(numbers, device=self._execution_device)
+        if class_labels is None:
+            class_labels = [number % self.config.num_classes for number in range(batch_size)]
+        if isinstance(class_labels, (int, str)):
+            class_labels = [class_labels] * batch_size
+        chosen = class_labels.tolist() if hasattr(class_labels, "tolist") else class_labels
+        numbers = {name: number for number, name in enumerate(self.config.class_names)}
+        numbers |= {number: number for number in range(self.config.num_classes)}
+        for unknown in [label for label in chosen if label not in numbers]:
+            choices = f"choose 0 .. {self.config.num_classes - 1} or a class name"
+            raise ValueError(f"class_labels: unknown {unknown!r}; {choices}")
+        labels = torch.tensor([numbers[label] for label in chosen], device=self._execution_device)
         null = torch.tensor([self.config.num_classes], device=self._execution_device)
         return {"class_labels": labels}, {"class_labels": null} if self.config.null_class else None, len(labels)
 
-    def _class(self, label: int | str) -> int:
-        if isinstance(label, str) and label in self.config.class_names:
-            return int(self.config.class_names.index(label))
-        if isinstance(label, int) and 0 <= label < self.config.num_classes:
-            return label
-        raise ValueError(f"class_labels: unknown {label!r}; choose 0 .. {self.config.num_classes - 1} or a class name")
-
-    def _encode(self, texts: list[str]) -> Tensor:
+    def _encode(self, texts: list[str]) -> Any:
         """Features of the tokens; zeros after the end of a text, except for CLIP, which has features there too."""
-        tokens = self.tokenizer(
-            texts, padding="max_length", truncation=True, max_length=self.config.text_tokens, return_tensors="pt"
-        ).to(self._execution_device)
+        options = {"padding": "max_length", "truncation": True, "max_length": self.config.text_tokens}
+        tokens = self.tokenizer(texts, **options, return_tensors="pt").to(self._execution_device)
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]
         if type(self.text_encoder).__name__.startswith("CLIP"):
-            hidden = self.text_encoder(input_ids=tokens["input_ids"]).last_hidden_state
+            hidden = self.text_encoder(input_ids=ids).last_hidden_state
         else:
-            mask = tokens["attention_mask"]
-            hidden = self.text_encoder(input_ids=tokens["input_ids"], attention_mask=mask).last_hidden_state
-            hidden = hidden * mask[..., None]
-        rows: Tensor = hidden.half().to(self.unet.dtype)  # rounded as in training
-        return rows
+            hidden = self.text_encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+        return hidden.half().to(self.unet.dtype)  # rounded as in training
 
     def _finish(self, x: Tensor, output_type: str, return_dict: bool) -> Any:
         images: Any = x
         if output_type != "latent":
             if self.vae is not None:
-                images = self.vae.decode(
-                    (x / self.config.latent_scale + self.config.latent_shift).to(self.vae.dtype)
-                ).sample
+                latents = x / self.config.latent_scale + self.config.latent_shift
+                images = self.vae.decode(latents.to(self.vae.dtype)).sample
             images = (images / 2 + 0.5).clamp(0, 1)
         if output_type in ("np", "pil"):
             images = images.float().cpu().permute(0, 2, 3, 1).numpy()

@@ -42,10 +42,10 @@ class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         if long_skip_scaling is None:
             self.uvit: Any = UViT(UViTConfig(**sizes))
             return
-        library = importlib.import_module("scalelong")
         backbones = importlib.import_module("scalelong.backbones")  # whose UViT `apply` knows
         self.uvit = backbones.UViT(backbones.UViTConfig(**sizes))
-        library.apply(self.uvit, long_skip_scaling["method"], **long_skip_scaling["options"])
+        apply = importlib.import_module("scalelong").apply
+        apply(self.uvit, long_skip_scaling["method"], **long_skip_scaling["options"])
 
     def forward(
         self,

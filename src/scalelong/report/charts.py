@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 
 from scalelong.report.compare import Comparison
 from scalelong.report.groups import Group
+from scalelong.report.numbers import estimate
 from scalelong.runs.reader import Column, Run
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
@@ -36,33 +39,28 @@ class Chart:
     dots: bool = False
     from_zero: bool = False
 
-    @property
-    def has_data(self) -> bool:
-        everything = [*self.series, *(s for variant in (self.variants or {}).values() for s in variant)]
-        return any(series["y"] for series in everything)
-
 
 def make_charts(comparison: Comparison) -> dict[str, Chart]:
     """Every chart that has data, by id."""
     blocks = max((len(run.blocks) for run in comparison.runs), default=0)
     curves = len(comparison.runs) * (2 * blocks + 8)
     limit = max(40, min(500, POINTS_IN_ALL // (2 * curves)))
+    speed = _curves(comparison, methodcaller("column", "train", "images_per_second"), limit)
     charts = [
         *_loss_charts(comparison, limit),
         *_quality_charts(comparison, limit),
         *_oscillation_charts(comparison, limit),
         _coefficient_chart(comparison),
-        _throughput_chart(comparison, limit),
+        Chart("throughput", "Images per second", "step", "images/s", speed),
     ]
-    return {chart.id: chart for chart in charts if chart.has_data}
+    shown = {chart.id: [*chart.series, *chain(*(chart.variants or {}).values())] for chart in charts}
+    return {chart.id: chart for chart in charts if any(series["y"] for series in shown[chart.id])}
 
 
 def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
-    def recorded(run: Run) -> Column:
-        return run.column("train", "loss")
-
+    read = comparison.smoothed_loss, limit
     steps, seconds = (
-        _curves(comparison, comparison.smoothed_loss, limit, in_seconds, recorded) for in_seconds in (False, True)
+        _curves(comparison, *read, timed, methodcaller("column", "train", "loss")) for timed in (False, True)
     )
     log, top = _y_axis([value for series in steps for value in series["y"]])
     return [
@@ -75,7 +73,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
     charts = []
     for i, metric in enumerate(comparison.metrics if comparison.same_data else ()):
         for what, x_label, kind in (("steps", "step", "steps"), ("time", "training time", "seconds")):
-            series = _curves(comparison, lambda run, m=metric: run.quality(m), limit, kind == "seconds")  # type: ignore[misc]
+            series = _curves(comparison, methodcaller("quality", metric), limit, kind == "seconds")
             if sum(len(one["y"]) for one in series) > 1:
                 title, y_label = f"{metric.name} against {what}", comparison.protocol(metric)
                 charts.append(Chart(f"quality-{i}-{what}", title, x_label, y_label, series, kind, dots=True))
@@ -85,19 +83,18 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
 def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     blocks = list(dict.fromkeys(block for run in comparison.runs for block in run.blocks))
     middle = next((run.middle_block for run in comparison.runs if run.blocks), "")
+    index = {"x_kind": "index", "names": blocks, "dots": True, "from_zero": True}
     charts = []
-    for what, title in (("norm", "Feature norm"), ("gradient", "Gradient norm")):
-        variants = {
-            block: _curves(comparison, lambda run, key=f"{what}/{block}": run.column("probe", key), limit)  # type: ignore[misc]
-            for block in blocks
-        }
+    kinds = (("norm", "Feature", "norm on a fixed batch"), ("gradient", "Gradient", "norm of the gradient"))
+    for what, name, label in kinds:
+        columns = {block: methodcaller("column", "probe", f"{what}/{block}") for block in blocks}
+        variants = {block: _curves(comparison, read, limit) for block, read in columns.items()}
         values = [v for series in variants.get(middle, []) for v in series["y"] if v > 0]
         log = bool(values) and what == "gradient" and max(values) > 10 * min(values)
-        label = "norm on a fixed batch" if what == "norm" else "norm of the gradient"
-        charts.append(Chart(f"{what}-steps", title, "step", label, [], log=log, variants=variants, chosen=middle))
-    for what, title in (("norm", "Feature oscillation by block"), ("gradient", "Gradient oscillation by block")):
+        curves = {"log": log, "variants": variants, "chosen": middle}
         series = [_by_block(i, group, blocks, what, comparison.horizon) for i, group in enumerate(comparison.groups)]
-        index = {"x_kind": "index", "names": blocks, "dots": True, "from_zero": True}
+        title = f"{name} oscillation by block"
+        charts.append(Chart(f"{what}-steps", f"{name} norm", "step", label, [], **curves))  # type: ignore[arg-type]
         charts.append(Chart(f"{what}-blocks", title, "block", "relative oscillation", series, **index))  # type: ignore[arg-type]
     return charts
 
@@ -114,64 +111,50 @@ def _coefficient_chart(comparison: Comparison) -> Chart:
     return Chart("kappa", *labels, series, "index", dots=True, from_zero=True)
 
 
-def _throughput_chart(comparison: Comparison, limit: int) -> Chart:
-    series = _curves(comparison, lambda run: run.column("train", "images_per_second"), limit)
-    return Chart("throughput", "Images per second", "step", "images/s", series)
-
-
 # ------------------------------------------------------------------------------------------------- from runs to a curve
 
 
-def _curves(
-    comparison: Comparison, read: Read, limit: int, in_seconds: bool = False, raw: Read | None = None
-) -> list[Series]:
+def _curves(runs: Comparison, read: Read, limit: int, timed: bool = False, raw: Read | None = None) -> list[Series]:
     """A curve for each method: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
-    return [_curve(i, group, read, limit, in_seconds, raw) for i, group in enumerate(comparison.groups)]
+    return [_curve(i, group, read, limit, timed, raw) for i, group in enumerate(runs.groups)]
 
 
-def _curve(index: int, group: Group, read: Read, limit: int, in_seconds: bool, raw: Read | None) -> Series:
-    runs = [(run, *read(run)) for run in group.runs]
-    runs = [(run, steps, values) for run, steps, values in runs if steps]
-    if not runs:
-        return _points(index, [], [])
-    if len(runs) > 1:
-        return _mean_curve(index, runs, limit, in_seconds)
-    run, *column = runs[0]
-    series = _points(index, *_thinned_column(run, column, limit, in_seconds))  # type: ignore[arg-type]
+def _curve(index: int, group: Group, read: Read, limit: int, timed: bool, raw: Read | None) -> Series:
+    runs = [(run, column) for run in group.runs if (column := read(run))[0]]
+    if len(runs) != 1:
+        return _mean_curve(index, runs, limit, timed) if runs else _points(index, [], [])
+    run, column = runs[0]
+    series = _points(index, *_thinned_column(run, column, limit, timed))
     if raw is not None:
-        xs, ys = _thinned_column(run, raw(run), limit, in_seconds)
+        xs, ys = _thinned_column(run, raw(run), limit, timed)
         series |= {"rawX": _rounded(xs), "rawY": _rounded(ys)}
     return series
 
 
-def _thinned_column(run: Run, column: Column, limit: int, in_seconds: bool) -> tuple[list[float], list[float]]:
+def _thinned_column(run: Run, column: Column, limit: int, timed: bool) -> tuple[list[float], list[float]]:
     steps, values = column
-    xs: Sequence[float] = run.seconds_at(steps) if in_seconds else steps
+    xs: Sequence[float] = run.seconds_at(steps) if timed else steps
     kept = thinned(values, limit)
     return [xs[i] for i in kept], [values[i] for i in kept]
 
 
-def _mean_curve(index: int, runs: Sequence[tuple[Run, list[int], list[float]]], limit: int, in_seconds: bool) -> Series:
+def _mean_curve(index: int, runs: Sequence[tuple[Run, Column]], limit: int, timed: bool) -> Series:
     """Mean and sd over runs at the steps of the first run that all of them cover."""
-    low, high = max(steps[0] for _, steps, _ in runs), min(steps[-1] for _, steps, _ in runs)
-    grid = [step for step in runs[0][1] if low <= step <= high]
+    low, high = max(steps[0] for _, (steps, _) in runs), min(steps[-1] for _, (steps, _) in runs)
+    grid = [step for step in runs[0][1][0] if low <= step <= high]
     if not grid:
         return _points(index, [], [])
     grid = [grid[i] for i in np.unique(np.linspace(0, len(grid) - 1, min(limit, len(grid))).round().astype(int))]
-    values = np.array([np.interp(grid, steps, own) for _, steps, own in runs])
+    values = np.array([np.interp(grid, *column) for _, column in runs])
     mean, sd = values.mean(axis=0), values.std(axis=0, ddof=1)
-    xs = np.mean([run.seconds_at(grid) for run, _, _ in runs], axis=0) if in_seconds else np.array(grid)
+    xs = np.mean([run.seconds_at(grid) for run, _ in runs], axis=0) if timed else np.array(grid)
     return {**_points(index, xs, mean), "low": _rounded(mean - sd), "high": _rounded(mean + sd)}
 
 
 def _by_block(index: int, group: Group, blocks: Sequence[str], what: str, upto: int) -> Series:
-    points = []
-    for position, block in enumerate(blocks):
-        values = [run.oscillation(block, upto, what) for run in group.runs]
-        finite = [value for value in values if math.isfinite(value)]
-        if finite:
-            points.append((position, sum(finite) / len(finite)))
-    return _points(index, [x for x, _ in points], [y for _, y in points])
+    means = [estimate([run.oscillation(block, upto, what) for run in group.runs]).mean for block in blocks]
+    known = [i for i, mean in enumerate(means) if math.isfinite(mean)]
+    return _points(index, known, [means[i] for i in known])
 
 
 def thinned(values: Sequence[float], limit: int) -> list[int]:

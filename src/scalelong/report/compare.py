@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from scalelong.errors import unknown_name
-from scalelong.report.groups import Group, baseline, group_runs, headings, metrics_of, protocols
-from scalelong.report.numbers import (
-    Difference,
-    Estimate,
-    estimate,
-    first_at_most,
-    paired_difference,
-    ratio,
-    running_mean,
-    unpaired_difference,
-)
+from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
+from scalelong.report.numbers import Difference, Estimate, difference, estimate, running_mean
 from scalelong.runs.reader import Column, Metric, Run
 
 MEASURES: dict[str, tuple[str, Callable[[Run, int], float]]] = {  # name -> heading, and value up to a step
@@ -32,18 +23,23 @@ MEASURES: dict[str, tuple[str, Callable[[Run, int], float]]] = {  # name -> head
 
 
 @dataclass(frozen=True)
-class Arrivals:
-    """When the runs of one method reached the target, over the seeds that did.
+class Arrival(Estimate):
+    """Steps or seconds to the target, over the seeds that reached it."""
 
-    Between evaluations it is only known to be after the previous one, at `after_steps` and `after_seconds` (means); these
-    are nan for the dense loss curve.
-    """
+    after: float = math.nan  # mean over the evaluations before; nan for the dense loss curve
+
+    def resolved(self, other: Arrival) -> bool:
+        """False if the intervals between evaluations overlap, so that either may be the earlier one."""
+        return not (self.after < other.mean and other.after < self.mean)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When the runs of one method reached the target."""
 
     group: Group
-    steps: Estimate
-    seconds: Estimate
-    after_steps: float = math.nan
-    after_seconds: float = math.nan
+    steps: Arrival
+    seconds: Arrival
 
     @property
     def reached(self) -> int:
@@ -62,32 +58,18 @@ class Pair:
     second: Arrivals
 
     @property
-    def all_reached(self) -> bool:
-        return self.first.all_reached and self.second.all_reached
-
-    @property
-    def steps_resolved(self) -> bool:
-        """False if the intervals between evaluations overlap, so that either may need fewer steps."""
-        a, b = self.first, self.second
-        return not (a.after_steps < b.steps.mean and b.after_steps < a.steps.mean)
-
-    @property
-    def seconds_resolved(self) -> bool:
-        """As `steps_resolved`, for time."""
-        a, b = self.first, self.second
-        return not (a.after_seconds < b.seconds.mean and b.after_seconds < a.seconds.mean)
-
-    @property
     def in_steps(self) -> float:
         """second's steps over first's; nan unless every seed reached the target and the order is resolved."""
-        known = self.all_reached and self.steps_resolved
-        return ratio(self.second.steps.mean, self.first.steps.mean) if known else math.nan
+        return self._ratio(self.first.steps, self.second.steps)
 
     @property
     def in_seconds(self) -> float:
         """As `in_steps`, for time."""
-        known = self.all_reached and self.seconds_resolved
-        return ratio(self.second.seconds.mean, self.first.seconds.mean) if known else math.nan
+        return self._ratio(self.first.seconds, self.second.seconds)
+
+    def _ratio(self, first: Arrival, second: Arrival) -> float:
+        known = self.first.all_reached and self.second.all_reached and first.resolved(second) and first.mean
+        return second.mean / first.mean if known else math.nan
 
 
 @dataclass(frozen=True)
@@ -103,7 +85,7 @@ class Race:
     @property
     def sparse(self) -> bool:
         """True if arrivals are only known to lie between two evaluations."""
-        return any(math.isfinite(arrivals.after_steps) for arrivals in self.arrivals)
+        return any(math.isfinite(arrivals.steps.after) for arrivals in self.arrivals)
 
     def pairs(self) -> list[Pair]:
         """Every pair, the later method against the earlier one, so that the unscaled network is the reference."""
@@ -112,7 +94,11 @@ class Race:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs and their measures up to the last step that all of them have."""
+    """Groups of runs and their measures up to the last step that all of them have.
+
+    >>> Comparison((), horizon=100, window=5, same_data=True, same_loss=True, same_probes=True, metrics=()).races()
+    []
+    """
 
     groups: tuple[Group, ...]
     horizon: int
@@ -124,7 +110,8 @@ class Comparison:
 
     @property
     def baseline(self) -> Group:
-        return baseline(self.groups)
+        """What the others are compared with: the unscaled network, or the first."""
+        return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
     def runs(self) -> list[Run]:
@@ -138,8 +125,7 @@ class Comparison:
             return [math.nan if step is None else values.get(step, math.nan) for values in series]
         if measure not in MEASURES:
             raise unknown_name("measure", measure, MEASURES)
-        _, value = MEASURES[measure]
-        return [value(run, self.horizon) for run in group.runs]
+        return [MEASURES[measure][1](run, self.horizon) for run in group.runs]
 
     def measure(self, group: Group, measure: str | Metric) -> Estimate:
         """A measure or metric over the seeds of a group."""
@@ -166,7 +152,7 @@ class Comparison:
         else:
             a, b = self.per_seed(group, measure), self.per_seed(other, measure)
             paired = group.seeds == other.seeds
-        return paired_difference(a, b) if paired else unpaired_difference(a, b)
+        return difference(a, b, paired)
 
     def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
         """The race to a loss and those to a value of each metric, as far as they compare."""
@@ -175,34 +161,17 @@ class Comparison:
 
     def loss_race(self, target: float | None = None) -> Race | None:
         """Steps and seconds to a loss; by default the worst final one, which all reach. None if losses do not compare."""
-        curves = [[self.smoothed_loss(run, self.horizon) for run in group.runs] for group in self.groups]
-        finals = [values[-1] for group in curves for _, values in group if values]
-        if not self.same_loss or not finals:
-            return None
-        goal = max(finals) if target is None else target
-        arrivals = [
-            _arrivals(group, [first_at_most(*curve, goal, after=self.window) for curve in own])
-            for group, own in zip(self.groups, curves, strict=True)
-        ]
-        return Race("loss", goal, tuple(arrivals), f"running mean over {self.window:,} steps", target is not None)
+        groups = self.groups if self.same_loss else ()
+        curves = [[self.smoothed_loss(run, self.horizon) for run in group.runs] for group in groups]
+        return _race("loss", groups, curves, target, f"running mean over {self.window:,} steps", self.window)
 
     def metric_race(self, metric: Metric, target: float | None = None) -> Race | None:
-        """Steps and seconds to a value of a metric; by default the worst last one. None if it does not compare.
-
-        Methods without a measurement do not take part.
-        """
-        measured = [group for group in self.groups if self.last_qualities(group, metric)]
-        if not self.same_data or not measured:
-            return None
+        """Steps and seconds to a value of a metric, of the methods that have it; by default the worst last value."""
+        measured = [group for group in self.groups if self.same_data and self.last_qualities(group, metric)]
         curves = [[run.quality(metric) for run in group.runs] for group in measured]
         if target is None and all(len(steps) < 2 for curve in curves for steps, _ in curve):
             return None  # measured once: when it was reached is not known
-        goal = max(values[-1] for group in curves for _, values in group if values) if target is None else target
-        arrivals = [
-            _arrivals(group, [first_at_most(*curve, goal) for curve in own], [steps for steps, _ in own])
-            for group, own in zip(measured, curves, strict=True)
-        ]
-        return Race(metric.name, goal, tuple(arrivals), self.protocol(metric), target is not None)
+        return _race(metric.name, measured, curves, target, self.protocol(metric))
 
     def heading(self, metric: Metric) -> str:
         """Name of a metric among the others."""
@@ -259,16 +228,27 @@ def _same_data(run: Run, other: Run) -> bool:
     return (a.name, a.split, a.image_size) == (b.name, b.split, b.image_size)
 
 
-def _arrivals(group: Group, steps: Sequence[int | None], evaluated: Sequence[Sequence[int]] = ()) -> Arrivals:
-    """From the step of each run, None where it did not arrive, and the steps of its evaluations where these are sparse."""
-    arrived = [(run, step) for run, step in zip(group.runs, steps, strict=True) if step is not None]
-    by = estimate([step for _, step in arrived]), estimate([run.seconds_at([step])[0] for run, step in arrived])
-    if not evaluated:
-        return Arrivals(group, *by)
-    before = [
-        (run, max((s for s in own if s < step), default=0))
-        for run, step, own in zip(group.runs, steps, evaluated, strict=True)
-        if step is not None
-    ]
-    after = [step for _, step in before], [run.seconds_at([step])[0] for run, step in before]
-    return Arrivals(group, *by, *(estimate(values).mean for values in after))
+def _race(
+    what: str, groups: Sequence[Group], curves: Sequence[Sequence[Column]], target: float | None, protocol: str,
+    window: int = 0,
+) -> Race | None:  # fmt: skip
+    finals = [values[-1] for group in curves for _, values in group if values]
+    if not finals:
+        return None
+    goal = max(finals) if target is None else target
+    arrivals = [_arrivals(*own, goal, window) for own in zip(groups, curves, strict=True)]
+    return Race(what, goal, tuple(arrivals), protocol, target is not None)
+
+
+def _arrivals(group: Group, curves: Sequence[Column], goal: float, window: int) -> Arrivals:
+    """The first step of each run, its window full, at or below the goal; without a window, curves are evaluations."""
+    found = []
+    for run, (steps, values) in zip(group.runs, curves, strict=True):
+        reached = (s for s, v in zip(steps, values, strict=True) if s >= window and v <= goal)
+        if (step := next(reached, None)) is not None:
+            before = max((s for s in steps if s < step), default=0)
+            found.append((before, step, *run.seconds_at([before, step])))
+    before_steps, by_steps, before_seconds, by_seconds = (estimate([row[i] for row in found]) for i in range(4))
+    after = (math.nan, math.nan) if window else (before_steps.mean, before_seconds.mean)
+    when = [Arrival(by.mean, by.sd, by.n, a) for by, a in zip((by_steps, by_seconds), after, strict=True)]
+    return Arrivals(group, *when)

@@ -55,14 +55,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     parts = [part for whole in together.values() for part in _by_data(whole)]
     parts.sort(key=lambda part: part[0].config.scaling.method != "none")
     labels = _labels([part[0] for part in parts])
-    return [
-        Group(label, tuple(sorted(part, key=lambda run: run.seed))) for label, part in zip(labels, parts, strict=True)
-    ]
-
-
-def baseline(groups: Sequence[Group]) -> Group:
-    """What the others are compared with: the unscaled network, or the first."""
-    return next((group for group in groups if group.method == "none"), groups[0])
+    seeds = [tuple(sorted(part, key=lambda run: run.seed)) for part in parts]
+    return [Group(label, part) for label, part in zip(labels, seeds, strict=True)]
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> dict[str, list[Any]]:
@@ -81,8 +75,10 @@ def _labels(representatives: Sequence[Run]) -> list[str]:
         if len(namesakes) == 1:
             result.append(run.label)
             continue
-        own = dotted(run.config)
-        parts = [_short(key, own[key]) for key in differing_settings([other.config for other in namesakes])]
+        parts = []
+        for key in differing_settings([other.config for other in namesakes]):
+            value = dotted(run.config)[key]
+            parts.append(f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}")
         data = shortened(other.data for other in namesakes if other.data)
         parts += [f"data={data.get(run.data, 'unknown')}"] * (len(data) > 1)
         result.append(f"{run.label} ({', '.join(parts)})")
@@ -94,10 +90,6 @@ def _by_data(runs: list[Run]) -> list[list[Run]]:
     if len({run.data for run in runs if run.data}) < 2:
         return [runs]
     return [[run for run in runs if run.data == data] for data in dict.fromkeys(run.data for run in runs)]
-
-
-def _short(key: str, value: Any) -> str:
-    return f"{key.rpartition('.')[2]}={f'{value:g}' if isinstance(value, float) else value}"
 
 
 # --------------------------------------------------------------------------------------------------------------- metrics
@@ -115,18 +107,15 @@ def protocols(metrics: Sequence[Metric]) -> dict[Metric, str]:
     Reference, clipping and guidance interval are named only where nothing else tells two metrics apart.
     """
     short = shortened(metric.reference for metric in metrics)
-    details: list[tuple[Any, Callable[[Metric], str]]] = [
-        (lambda m: m.reference, lambda m: f"reference {short[m.reference] or 'not recorded'}"),
-        (lambda m: m.sampling.clip, lambda m: "clipped" if m.sampling.clip else "not clipped"),
-        (
-            lambda m: m.sampling.guidance_interval,
-            lambda m: "guided in {:g} to {:g}".format(*m.sampling.guidance_interval),
-        ),
+    details: list[Callable[[Metric], str]] = [
+        lambda m: f"reference {short[m.reference] or 'not recorded'}",
+        lambda m: "clipped" if m.sampling.clip else "not clipped",
+        lambda m: "guided in {:g} to {:g}".format(*m.sampling.guidance_interval),
     ]
     result = {}
     for metric in metrics:
         alike = [other for other in metrics if (other.name, _protocol(other)) == (metric.name, _protocol(metric))]
-        extra = [text(metric) for value, text in details if len({value(other) for other in alike}) > 1]
+        extra = [detail(metric) for detail in details if len(set(map(detail, alike))) > 1]
         result[metric] = ", ".join([_protocol(metric), *extra])
     return result
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,25 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from scalelong.files import write_text
-from scalelong.report import sentences
-from scalelong.report.charts import make_charts
-from scalelong.report.compare import Comparison, Race, compare_runs
+from scalelong.report import sentences, tables
+from scalelong.report.charts import Chart, make_charts
+from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.groups import Group, differing_settings, settings_in_use
-from scalelong.report.notes import notes
 from scalelong.report.numbers import count, duration, joined, number
-from scalelong.report.tables import arrivals_table, measures_table, pairs_table, race_names
 from scalelong.runs.reader import Run
 
 logger = logging.getLogger(__name__)
 
 COLOURS = 8  # --c0 (the unscaled network) to --c7 in report.css
-
 FILM_BYTES = 2_400_000  # of encoded images; as base64 they take a third more
-FRAMES = 24
-WIDTH = 640
+FRAMES, WIDTH = 24, 640  # of a film, at most
 SMALL = 20_000  # bytes
 
 
 def write_report(
-    runs: Sequence[Run],
-    path: str | Path,
-    refused: Sequence[str] = (),
-    loss: float | None = None,
+    runs: Sequence[Run], path: str | Path, refused: Sequence[str] = (), loss: float | None = None,
     metric_value: float | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the report of these runs; `loss` and `metric_value` are targets of the races.
 
     >>> from scalelong.runs.reader import read_run
@@ -57,91 +49,47 @@ def write_report(
     if path.is_dir():
         raise ValueError(f"out: {path} is a folder; give a file, for example {path / 'report.html'}")
     comparison = compare_runs(runs)
-    write_text(path, render(comparison, comparison.races(loss, metric_value), refused))
+    races = comparison.races(loss, metric_value)
+    source = PackageLoader("scalelong.report")
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(loader=source, **options)  # type: ignore[arg-type]
+    environment.filters |= {"tight": _tight, "count": count, "duration": duration, "number": number, "shown": _shown}
+    charts, colours = make_charts(comparison), _colours(comparison.groups)
+    names = joined(sorted({run.config.data.name for run in comparison.runs}))
+    page = environment.get_template("report.html").render(
+        files={name: source.get_source(environment, name)[0] for name in ("report.css", "chart.js", "page.js")},
+        title=f"{names}: {joined([group.label for group in comparison.groups])}",
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        comparison=comparison,
+        facts=_facts(comparison),
+        findings=sentences.findings(comparison, next((race for race in races if race.what == "loss"), None)),
+        notes=tables.notes(comparison, refused),
+        races=[pair for pair in zip(tables.race_names(races), races, strict=True) if len(pair[1].arrivals) > 1],
+        films=make_films(comparison.groups),
+        differing=differing_settings([group.config for group in comparison.groups]),
+        settings=settings_in_use(comparison.baseline.config),
+        charts=charts,
+        colours=colours,
+        data=_data(charts, colours),
+        sentences=sentences,
+        tables=tables,
+    )
+    write_text(path, page)
     return path
 
 
-def render(comparison: Comparison, races: Sequence[Race], refused: Sequence[str] = ()) -> str:
-    """The page."""
-    environment = Environment(
-        loader=PackageLoader("scalelong.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters["tight"] = _tight
-    source = environment.loader
-    assert source is not None
-    files = {name: source.get_source(environment, name)[0] for name in ("report.css", "chart.js", "page.js")}
-    return environment.get_template("report.html").render(files=files, **_context(comparison, races, refused))
-
-
-def _context(comparison: Comparison, races: Sequence[Race], refused: Sequence[str]) -> dict[str, Any]:
-    charts, films, colours = make_charts(comparison), make_films(comparison.groups), _colours(comparison.groups)
-    groups = [
-        {"label": group.label, "colour": colour} for group, colour in zip(comparison.groups, colours, strict=True)
-    ]
-    plain = [{k: v for k, v in dataclasses.asdict(c).items() if v not in (None, "", [])} for c in charts.values()]
+def _data(charts: dict[str, Chart], colours: dict[str, int]) -> str:
+    """What chart.js draws, as JSON that is safe inside a script tag."""
+    groups = [{"label": label, "colour": colour} for label, colour in colours.items()]
+    plain = [{k: v for k, v in asdict(chart).items() if v not in (None, "", [])} for chart in charts.values()]
     data = json.dumps({"groups": groups, "charts": plain}, separators=(",", ":"), allow_nan=False)
-    loss_race = next((race for race in races if race.what == "loss"), None)
-    return {
-        "title": f"{joined(sorted({run.config.data.name for run in comparison.runs}))}: "
-        f"{joined([group.label for group in comparison.groups])}",
-        "facts": _facts(comparison),
-        "headline": sentences.headline(comparison),
-        "seeds": sentences.seeds(comparison),
-        "findings": [
-            (colours[comparison.groups.index(group)], group.label, text)
-            for group, text in sentences.findings(comparison, loss_race)
-        ],
-        "notes": notes(comparison, refused),
-        "groups": groups,
-        "charts": charts,
-        "measures": measures_table(comparison),
-        "races": [
-            {
-                "what": what,
-                "target": number(race.target),
-                "why": sentences.target(race),
-                "arrivals": arrivals_table(race),
-                "pairs": pairs_table(race),
-            }
-            for race, what in zip(races, race_names(races), strict=True)
-            if len(race.arrivals) > 1
-        ],
-        "oscillation": sentences.oscillations(comparison),
-        "coefficients": [
-            text
-            for text in (
-                *map(sentences.coefficients, comparison.groups),
-                sentences.learned_against_constant(comparison.groups),
-            )
-            if text
-        ],
-        "throughput": sentences.throughput(comparison),
-        "smoothing": sentences.smoothing(comparison),
-        "quality": sentences.qualities(comparison),
-        "films": films,
-        "films_lead": sentences.sample_grids([(film.group, film.run) for film in films]),
-        "film_steps": sorted({frame.step for film in films for frame in film.frames}),
-        "group_index": {group.label: i for i, group in enumerate(comparison.groups)},
-        "configuration": _configuration(comparison.groups),
-        "all_settings": [(key, _shown(value)) for key, value in settings_in_use(comparison.baseline.config).items()],
-        "baseline": comparison.baseline.label,
-        "runs": [_run_facts(group, run) for group in comparison.groups for run in group.runs],
-        "window": count(comparison.window),
-        "horizon": count(comparison.horizon),
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-        "data": data.replace("<", "\\u003c"),
-    }
+    return data.replace("<", "\\u003c")
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     """What was run, at a glance."""
-    runs = comparison.runs
+    runs, model = comparison.runs, comparison.baseline.config.model
     seeds = sorted({run.seed for run in runs})
-    model = comparison.baseline.config.model
     backbone = f"U-ViT, {model.depth} blocks of width {model.dim}"
     if model.backbone == "unet":
         backbone = f"UNet, channels {', '.join(map(str, model.channels))}"
@@ -159,45 +107,17 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     ]
 
 
-def _configuration(groups: Sequence[Group]) -> list[list[str]]:
-    """The settings that differ between methods, as a table."""
-    rows = differing_settings([group.config for group in groups])
-    head = ["setting", *(group.label for group in groups)]
-    return [head, *([key, *map(_shown, values)] for key, values in rows.items())] if rows else []
-
-
-def _run_facts(group: Group, run: Run) -> dict[str, Any]:
-    return {
-        "label": group.label,
-        "seed": run.seed,
-        "folder": str(run.folder),
-        "steps": f"{count(run.last_step)} of {count(run.config.training.steps)}",
-        "time": duration(run.seconds_at([run.last_step])[0]),
-        "starts": [
-            {
-                "command": str(record.get("command", "")),
-                "what": "started" if not record["step"] else f"resumed at step {count(record['step'])}",
-                "facts": [(k, str(v)) for k, v in record.items() if k not in ("kind", "step", "command")],
-            }
-            for record in run.start
-        ],
-    }
-
-
-def _colours(groups: Sequence[Group]) -> list[int]:
+def _colours(groups: Sequence[Group]) -> dict[str, int]:
     """Grey for the unscaled network, a colour of its own for each other method."""
-    others = iter(range(len(groups)))
     plain = next((group for group in groups if group.method == "none"), None)
-    return [0 if group is plain else 1 + next(others) % (COLOURS - 1) for group in groups]
+    others = [group.label for group in groups if group is not plain]
+    return {g.label: 0 if g is plain else 1 + others.index(g.label) % (COLOURS - 1) for g in groups}
 
 
 def _tight(text: str) -> str:
     """Keep numbers on one line with their ±, their unit and their method, by no-break spaces."""
-    return re.sub(
-        r"(?<=cs|al) (?=\d\.)|(?<=ed) (?=\d\.)|(?<=\d) (?=(s|min|h|steps|images)\b)|(?<=[\ds]) (?=±)|(?<=±) (?=\d)",
-        "\u00a0",
-        text,
-    )
+    units = r"(?<=cs|al|ed) (?=\d\.)|(?<=\d) (?=(s|min|h|steps|images)\b)|(?<=[\ds]) (?=±)|(?<=±) (?=\d)"
+    return re.sub(units, "\u00a0", text)
 
 
 def _shown(value: Any) -> str:
@@ -226,10 +146,6 @@ class Film:
     group: Group
     run: Run
     frames: list[Frame]
-
-    def at(self, step: int) -> int:
-        """Index of the newest frame at a step."""
-        return max((i for i, frame in enumerate(self.frames) if frame.step <= step), default=0)
 
 
 def make_films(groups: Sequence[Group], budget: int = FILM_BYTES) -> list[Film]:

@@ -48,29 +48,21 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, sd, len(finite))
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Mean of a_k - b_k, for pairs of one seed or one step."""
-    if len(a) != len(b):
+def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> Difference:
+    """mean(a) - mean(b), over pairs of one seed or one step, or by Welch's test."""
+    if paired and len(a) != len(b):
         raise ValueError(f"a, b: pairs need equal numbers of values, got {len(a)} and {len(b)}")
-    gaps = estimate([x - y for x, y in zip(a, b, strict=True)])
-    return _tested(gaps.mean, gaps.sd / math.sqrt(max(gaps.n, 1)), gaps.n - 1)
-
-
-def unpaired_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """mean(a) - mean(b) with Welch's standard error and degrees of freedom."""
     first, second = estimate(a), estimate(b)
-    if min(first.n, second.n) < 2:
-        return Difference(first.mean - second.mean, math.nan, False)
-    va, vb = first.sd**2 / first.n, second.sd**2 / second.n
-    spread = va**2 / (first.n - 1) + vb**2 / (second.n - 1)
-    freedom = (va + vb) ** 2 / spread if spread > 0 else first.n + second.n - 2
-    return _tested(first.mean - second.mean, math.sqrt(va + vb), freedom)
-
-
-def _tested(value: float, standard_error: float, freedom: float) -> Difference:
-    if freedom < 1 or math.isnan(standard_error):
-        return Difference(value, math.nan, False)
-    return Difference(value, standard_error, abs(value) > float(stdtrit(freedom, 0.975)) * standard_error)
+    value, error, freedom = first.mean - second.mean, math.nan, 0.0
+    if paired:
+        gaps = estimate([x - y for x, y in zip(a, b, strict=True)])
+        value, error, freedom = gaps.mean, gaps.sd / math.sqrt(max(gaps.n, 1)), gaps.n - 1
+    elif min(first.n, second.n) > 1:
+        va, vb = first.sd**2 / first.n, second.sd**2 / second.n
+        spread = va**2 / (first.n - 1) + vb**2 / (second.n - 1)
+        error = math.sqrt(va + vb)
+        freedom = (va + vb) ** 2 / spread if spread > 0 else first.n + second.n - 2
+    return Difference(value, error, freedom > 0 and abs(value) > float(stdtrit(freedom, 0.975)) * error)
 
 
 def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
@@ -81,22 +73,11 @@ def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
     """
     if not values:
         return []
-    own = np.asarray(steps)
-    last = np.arange(1, len(own) + 1)
+    own, last = np.asarray(steps), np.arange(1, len(values) + 1)
     first = np.minimum(np.searchsorted(own, own - window, side="right"), last - 1)
     bounds = np.stack([first, last], axis=1).ravel()
     sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
     return [float(mean) for mean in sums / (last - first)]
-
-
-def first_at_most(steps: Sequence[int], values: Sequence[float], target: float, after: int = 0) -> int | None:
-    """The first step, not before `after`, whose value is at or below the target; None if there is none."""
-    return next((s for s, v in zip(steps, values, strict=True) if s >= after and v <= target), None)
-
-
-def ratio(numerator: float, denominator: float) -> float:
-    """The quotient; nan where it is undefined."""
-    return numerator / denominator if denominator and math.isfinite(numerator) else math.nan
 
 
 # ---------------------------------------------------------------------------------------------------------------- as text
@@ -106,9 +87,7 @@ def number(value: float, digits: int = 4) -> str:
     """0.2301, 12.30, 1,234: significant digits and thousands separators."""
     if not math.isfinite(value):
         return UNKNOWN
-    if value == 0:
-        return "0"
-    if abs(value) >= 10 ** (digits - 1):
+    if value == 0 or abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".")
 
@@ -133,8 +112,7 @@ def percent(new: float, old: float) -> str:
     if not (math.isfinite(new) and math.isfinite(old)) or old == 0:
         return UNKNOWN
     change = 100 * (new / old - 1)
-    text = f"{abs(change):.0f}" if abs(change) >= 9.95 else f"{abs(change):.1f}"
-    return f"{'−' if change < 0 else '+'}{text}%"
+    return f"{'−' if change < 0 else '+'}{abs(change):.{0 if abs(change) >= 9.95 else 1}f}%"
 
 
 def duration(seconds: float) -> str:
@@ -143,11 +121,9 @@ def duration(seconds: float) -> str:
         return UNKNOWN
     if seconds < 100:
         return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60:,} h {minutes % 60} min"
+    if round(seconds) < 3600:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
+    return "{:,} h {} min".format(*divmod(round(seconds / 60), 60))
 
 
 def duration_with_sd(value: Estimate) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image, ImageDraw, ImageFont
 
 from scalelong.report.numbers import running_mean
 from scalelong.runs.reader import Run
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 
 @dataclass(frozen=True)
@@ -46,38 +45,36 @@ class UShape:
         sizes = [rung.size for rung in self.rungs]
         if len(set(sizes)) == 1:
             return list(range(len(sizes)))
-        depth, found = 0, []
-        for before, size in zip([sizes[0], *sizes], sizes, strict=False):
-            depth += before != size
-            found.append(depth)
-        return found
+        return list(itertools.accumulate((a != b for a, b in itertools.pairwise(sizes)), initial=0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- as text
 
-LINES = {"full": "━", "partial": "╌", "shortcut": "─", "none": " ", "unknown": "·"}
+REACHES: dict[str, tuple[str, Any, str]] = {  # how far kappa reaches -> line as text, line as drawn, legend
+    "full": ("━", "-", "full: all that follows sees κ"),
+    "partial": ("╌", (0, (5, 2)), "partial: a norm over main path and skip bends κ"),
+    "shortcut": ("─", (0, (1.4, 1.6)), "shortcut: only the block's shortcut sees κ"),
+    "none": (" ", ":", "none: κ is cancelled"),
+    "unknown": ("·", "-", "reach not measured"),
+}
 
 
 def as_text(shape: UShape) -> str:
     """The U as lines for a terminal."""
     stages = shape.stages()
     step = 2 if max(stages) <= 12 else 1
-    left = [f"{rung.made_in}  {_what(rung)}" for rung in shape.rungs]
+    sizes = [f"{rung.channels} ch" + (f", {rung.size}" if rung.size else "") for rung in shape.rungs]
+    left = [f"{rung.made_in}  {size}" for rung, size in zip(shape.rungs, sizes, strict=True)]
     inset = [step * stage for stage in stages]
     start = max(map(len, left))
     labels = [f" {rung.index}: κ = {_number(rung.coefficient)} {rung.reach} " for rung in shape.rungs]
     narrowest = max(map(len, labels)) + 6
     lines = [shape.title, shape.subtitle, ""]
     for rung, name, space, label in zip(shape.rungs, left, inset, labels, strict=True):
-        width = narrowest + 2 * (max(inset) - space)
-        line = label.center(width, LINES[rung.reach])
+        line = label.center(narrowest + 2 * (max(inset) - space), REACHES[rung.reach][0])
         lines.append(f"{' ' * space}{name.rjust(start)} ┝{line}▶ {rung.used_in}")
     middle = "middle".center(narrowest + 2, "─")
     return "\n".join([*lines, f"{' ' * (max(inset) + start)} ╰{middle}╯"])
-
-
-def _what(rung: Rung) -> str:
-    return f"{rung.channels} ch" + (f", {rung.size}" if rung.size else "")
 
 
 def _number(value: float | None) -> str:
@@ -86,26 +83,17 @@ def _number(value: float | None) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- as a picture
 
-STYLES: dict[str, Any] = {"full": "-", "partial": (0, (5, 2)), "shortcut": (0, (1.4, 1.6)), "none": ":", "unknown": "-"}
-REACHES = {
-    "full": "full: all that follows sees κ",
-    "partial": "partial: a norm over main path and skip bends κ",
-    "shortcut": "shortcut: only the block's shortcut sees κ",
-    "none": "none: κ is cancelled",
-    "unknown": "reach not measured",
-}
 INK, PALE, ENCODER, DECODER = "#2b3440", "#8a94a0", "#e8f0fa", "#fdf0e3"
 KAPPA = LinearSegmentedColormap.from_list("kappa", ["#d9dee4", "#9dbbe0", "#2f6fb7", "#123a6b"])
 
 
 def draw(shape: UShape, path: str | Path) -> Path:
     """Draw the U into a file; its suffix sets the format (png, svg, pdf)."""
-    stages, count = shape.stages(), len(shape.rungs)
-    row = 0.42
-    height = row * (count + max(stages) * 0.35) + 2.4
-    figure, axes = plt.subplots(figsize=(12, height), layout="constrained")
+    stages, row, y = shape.stages(), 0.42, 0.0
+    height = row * (len(stages) + max(stages) * 0.35) + 2.4
+    figure = Figure(figsize=(12, height), layout="constrained")
+    axes = figure.subplots()
     inset = 2.2 / max(1, max(stages))
-    y = 0.0
     for at, (rung, stage) in enumerate(zip(shape.rungs, stages, strict=True)):
         if at and stage != stages[at - 1] and len({r.size for r in shape.rungs}) > 1:
             y -= 0.35 * row
@@ -118,64 +106,46 @@ def draw(shape: UShape, path: str | Path) -> Path:
     axes.axis("off")
     axes.set_title(f"{shape.title}\n", fontsize=13, color=INK, loc="left", fontweight="bold")
     axes.text(0, 1.005, shape.subtitle, transform=axes.transAxes, fontsize=9.5, color=PALE, va="bottom")
-    _legend(axes, sorted({rung.reach for rung in shape.rungs}))
+    for _, line, label in (REACHES[reach] for reach in sorted({rung.reach for rung in shape.rungs})):
+        axes.plot([], [], color="#2f6fb7", linewidth=1.8, linestyle=line, label=label)
+    axes.legend(loc="lower left", frameon=False, fontsize=8, labelcolor=INK, handlelength=3.2)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, facecolor="white")
-    plt.close(figure)
     return path
 
 
-def _rung(axes: plt.Axes, rung: Rung, inset: float, y: float, row: float) -> None:
+def _rung(axes: Axes, rung: Rung, inset: float, y: float, row: float) -> None:
     """Encoder box, arrow with the coefficient, decoder box, and the names of the modules."""
     half = 4.6 - inset
-    for side, fill in ((-1, ENCODER), (1, DECODER)):
-        box = (side * half - 0.42, y - row * 0.4)
-        axes.add_patch(
-            FancyBboxPatch(
-                box, 0.84, row * 0.8, "round,pad=0,rounding_size=0.08", facecolor=fill, edgecolor=PALE, lw=0.8
-            )
-        )
-        axes.text(side * half, y, str(rung.channels), ha="center", va="center", fontsize=8, color=INK)
-        name = rung.made_in if side < 0 else rung.used_in
-        align = "right" if side < 0 else "left"
+    for side, fill, name, align in ((-1, ENCODER, rung.made_in, "right"), (1, DECODER, rung.used_in, "left")):
+        _box(axes, side * half, y, 0.84, row, fill, str(rung.channels), 8)
         axes.text(side * (half + 0.55), y, name or "(model)", ha=align, va="center", fontsize=7.5, color=INK)
     value = rung.coefficient
-    known = value is not None and not math.isnan(value)
-    strength = min(1.0, max(0.0, value)) if value is not None and known else 0.5
-    axes.add_patch(
-        FancyArrowPatch(
-            (-half + 0.5, y), (half - 0.5, y), arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0,
-            linestyle=STYLES[rung.reach], linewidth=0.9 + 2.4 * strength, color=KAPPA(strength),
-        )
-    )  # fmt: skip
+    strength = 0.5 if value is None or math.isnan(value) else min(1.0, max(0.0, value))
+    style = {"linestyle": REACHES[rung.reach][1], "linewidth": 0.9 + 2.4 * strength, "color": KAPPA(strength)}
+    _arrow(axes, (-half + 0.5, y), (half - 0.5, y), shrinkA=0, shrinkB=0, **style)
     axes.text(
         0, y, f"κ$_{{{rung.index}}}$ = {_number(value)}", ha="center", va="center", fontsize=8.5, color=INK,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
     )  # fmt: skip
 
 
-def _middle(axes: plt.Axes, inset: float, y: float, row: float) -> None:
-    half = 4.6 - inset
-    for side in (-1, 1):
-        ends = ((side * half, y + row * 0.75), (side * 0.75, y)) if side < 0 else ((0.75, y), (half, y + row * 0.75))
-        style = "angle,angleA=90,angleB=0,rad=6" if side < 0 else "angle,angleA=0,angleB=90,rad=6"
-        axes.add_patch(
-            FancyArrowPatch(*ends, connectionstyle=style, arrowstyle="-|>", mutation_scale=9, color=PALE, lw=1.1)
-        )
-    axes.add_patch(
-        FancyBboxPatch((-0.7, y - row * 0.4), 1.4, row * 0.8, "round,pad=0,rounding_size=0.08", facecolor="#eceff2",
-                       edgecolor=PALE, lw=0.8)
-    )  # fmt: skip
-    axes.text(0, y, "middle", ha="center", va="center", fontsize=8.5, color=INK)
+def _middle(axes: Axes, inset: float, y: float, row: float) -> None:
+    half, style = 4.6 - inset, {"color": PALE, "lw": 1.1}
+    _arrow(axes, (-half, y + row * 0.75), (-0.75, y), connectionstyle="angle,angleA=90,angleB=0,rad=6", **style)
+    _arrow(axes, (0.75, y), (half, y + row * 0.75), connectionstyle="angle,angleA=0,angleB=90,rad=6", **style)
+    _box(axes, 0, y, 1.4, row, "#eceff2", "middle", 8.5)
 
 
-def _legend(axes: plt.Axes, reaches: Sequence[str]) -> None:
-    handles = [
-        plt.Line2D([], [], color="#2f6fb7", linewidth=1.8, linestyle=STYLES[reach], label=REACHES[reach])
-        for reach in reaches
-    ]
-    axes.legend(handles=handles, loc="lower left", frameon=False, fontsize=8, labelcolor=INK, handlelength=3.2)
+def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **style: Any) -> None:
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, **style))
+
+
+def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, text: str, size: float) -> None:
+    corner, shape = (x - width / 2, y - row * 0.4), "round,pad=0,rounding_size=0.08"
+    axes.add_patch(FancyBboxPatch(corner, width, row * 0.8, shape, facecolor=fill, edgecolor=PALE, lw=0.8))
+    axes.text(x, y, text, ha="center", va="center", fontsize=size, color=INK)
 
 
 # ------------------------------------------------------------------------------------------------------ runs side by side
@@ -185,7 +155,8 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1")
 
 def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     """Loss, the middle block's norm, gradient norm and coefficients of each run."""
-    figure, ((loss, feature), (gradient, kappa)) = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    (loss, feature), (gradient, kappa) = figure.subplots(2, 2)
     for i, run in enumerate(runs):
         style = {"color": COLOURS[i % len(COLOURS)], "label": run.label, "linewidth": 1.4}
         steps, losses = run.column("train", "loss")
@@ -194,13 +165,20 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
         feature.plot(*run.column("probe", f"norm/{run.middle_block}"), **style)
         values = run.coefficients()
         kappa.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **style)
-    _label(loss, "Training loss (running mean)", "step", log=True)
-    _label(feature, "Norm of the middle block on a fixed batch", "step")
-    _label(gradient, "Gradient norm", "step", log=True)
-    _label(kappa, "Coefficients of the long skips", "index i (1 = outermost)")
+    titles = {
+        loss: "Training loss (running mean)",
+        feature: "Norm of the middle block on a fixed batch",
+        gradient: "Gradient norm",
+        kappa: "Coefficients of the long skips",
+    }
+    for axes, title in titles.items():
+        axes.set_title(title, fontsize=11, loc="left")
+        axes.set_xlabel("index i (1 = outermost)" if axes is kappa else "step", fontsize=9)
+        axes.set_yscale("log" if axes in (loss, gradient) else "linear")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
     loss.legend(frameon=False)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def stack_grids(runs: Sequence[Run], path: Path) -> None:
@@ -215,12 +193,3 @@ def stack_grids(runs: Sequence[Run], path: Path) -> None:
         sheet.paste(grid.convert("RGB"), (left, band))
         left += grid.width + gap
     sheet.save(path)
-
-
-def _label(axes: plt.Axes, title: str, xlabel: str, log: bool = False) -> None:
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel(xlabel, fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if log:
-        axes.set_yscale("log")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
-from scalelong.report.compare import Arrivals, Comparison, Race
+from scalelong.report.compare import Arrivals, Comparison, Pair, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
-from scalelong.runs.reader import Metric, Run
+from scalelong.runs.reader import Metric
 
 SAME = 0.01  # relative changes below this are called none
 
@@ -64,10 +64,8 @@ def seeds(comparison: Comparison) -> str:
     """How far the numbers can be trusted, from the number of seeds."""
     counts = {len(set(group.seeds)) for group in comparison.groups}
     if counts == {1}:
-        return (
-            "Each method ran with a single seed, and a single seed proves nothing: another seed may reverse the order. "
-            "Standard errors here come from the noise within a run only."
-        )
+        rule = "Standard errors here come from the noise within a run only."
+        return f"Each method ran with a single seed, and a single seed proves nothing: another may reverse the order. {rule}"
     if 1 in counts:
         single = [group.label for group in comparison.groups if len(set(group.seeds)) == 1]
         return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which proves nothing."
@@ -80,12 +78,10 @@ def oscillations(comparison: Comparison) -> list[str]:
     """Features and gradients of the middle block of each method but the baseline."""
     if not comparison.same_probes:
         return ["The oscillations of these runs do not compare, so they are plotted but not ranked."]
-    found = []
-    for group in comparison.groups:
-        measures = ("feature_oscillation", "gradient_oscillation") if group is not comparison.baseline else ()
-        if text := "; ".join(part for m in measures if (part := oscillation(comparison, group, m))):
-            found.append(f"{text}.")
-    return found
+    others = [group for group in comparison.groups if group is not comparison.baseline]
+    kinds = ("feature_oscillation", "gradient_oscillation")
+    texts = ["; ".join(filter(None, (oscillation(comparison, group, kind) for kind in kinds))) for group in others]
+    return [f"{text}." for text in texts if text]
 
 
 def oscillation(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
@@ -155,15 +151,18 @@ def qualities(comparison: Comparison) -> list[str]:
 
 def smoothing(comparison: Comparison) -> str:
     """What the lines of the loss charts are."""
-    several = {len(group.runs) > 1 for group in comparison.groups}
-    parts = ["faint lines are the recorded values"] * (False in several)
-    parts += ["lines are means over seeds, shaded by ± sd"] * (True in several)
+    texts = {False: "faint lines are the recorded values", True: "lines are means over seeds, shaded by ± sd"}
+    parts = [texts[several] for several in sorted({len(group.runs) > 1 for group in comparison.groups})]
     return f"Running mean over {count(comparison.window)} steps; {joined(parts)}."
 
 
 def target(race: Race) -> str:
     """Why this target, and who reaches it."""
-    late = [_missing(arrivals) for arrivals in race.arrivals if not arrivals.all_reached]
+    late = []
+    for arrivals in race.arrivals:
+        label, reached, total = arrivals.group.label, arrivals.reached, len(arrivals.group.runs)
+        if reached < total:
+            late.append(label if total == 1 else f"{label} ({total - reached} of {total} seeds)")
     who = f"not reached by {joined(late)}" if late else "every run reaches it"
     why = "The given value" if race.asked else "The worst value that any run ends with"
     text = f"{why} ({race.protocol}); {who}. A speed-up of 2× means half the steps, or half the time."
@@ -172,16 +171,11 @@ def target(race: Race) -> str:
     return text
 
 
-def _missing(arrivals: Arrivals) -> str:
-    label, total = arrivals.group.label, len(arrivals.group.runs)
-    return label if total == 1 else f"{label} ({total - arrivals.reached} of {total} seeds)"
-
-
-def sample_grids(shown: Sequence[tuple[Group, Run]]) -> str:
-    """What the sample grids show."""
-    same = len({run.seed for _, run in shown}) == 1
-    noise = "the same noise for every method" if same and len(shown) > 1 else "the noise of each run's own seed"
-    several = any(len(group.runs) > 1 for group, _ in shown)
+def sample_grids(films: Sequence[Any]) -> str:
+    """What the sample grids of these films (html.py) show."""
+    same = len(films) > 1 and len({film.run.seed for film in films}) == 1
+    noise = "the same noise for every method" if same else "the noise of each run's own seed"
+    several = any(len(film.group.runs) > 1 for film in films)
     return f"Sampled with the EMA weights from {noise}{'; one seed of each method is shown' if several else ''}."
 
 
@@ -195,20 +189,19 @@ def speed_up(race: Race, group: Group, other: Group) -> str:
     start = f"it reaches {race.what} {number(race.target)} {_arrival(mine)}"
     if not (mine.all_reached and theirs.all_reached):
         return f"{start} in {mine.reached} of {len(group.runs)} seeds, {other.label} in {theirs.reached} of {len(other.runs)}"
-    pair = next(p for p in race.pairs() if {p.first.group.label, p.second.group.label} == {group.label, other.label})
-    flip = pair.first.group is not group
-    steps, seconds = (1 / r if flip else r for r in (pair.in_steps, pair.in_seconds))
-    in_steps = f"{times(steps)} as fast in steps" if pair.steps_resolved else f"speed-up in steps {UNRESOLVED}"
-    in_time = f"{times(seconds)} in time" if pair.seconds_resolved else f"in time {UNRESOLVED}"
+    pair, resolved = Pair(mine, theirs), mine.steps.resolved(theirs.steps)
+    in_steps = f"{times(pair.in_steps)} as fast in steps" if resolved else f"speed-up in steps {UNRESOLVED}"
+    in_time = f"{times(pair.in_seconds)} in time" if mine.seconds.resolved(theirs.seconds) else f"in time {UNRESOLVED}"
     return f"{start}, {other.label} {_arrival(theirs)} ({in_steps}, {in_time})"
 
 
 def _arrival(arrivals: Arrivals) -> str:
     """after 800 steps and 40 s; between evaluations: between 400 steps (20 s) and 800 steps (40 s)"""
-    by, seconds = f"{count(arrivals.steps.mean)} steps", duration(arrivals.seconds.mean)
-    if math.isnan(arrivals.after_steps):
-        return f"after {by} and {seconds}"
-    return f"between {count(arrivals.after_steps)} steps ({duration(arrivals.after_seconds)}) and {by} ({seconds})"
+    steps, seconds = arrivals.steps, arrivals.seconds
+    by, time = f"{count(steps.mean)} steps", duration(seconds.mean)
+    if math.isnan(steps.after):
+        return f"after {by} and {time}"
+    return f"between {count(steps.after)} steps ({duration(seconds.after)}) and {by} ({time})"
 
 
 def throughput(comparison: Comparison) -> str:
@@ -224,37 +217,29 @@ def throughput(comparison: Comparison) -> str:
     return f"{joined(parts)}."
 
 
-def coefficients(group: Group) -> str:
-    """How the coefficients of a method change from the outermost skip to the innermost."""
+def coefficients(comparison: Comparison) -> list[str]:
+    """How the coefficients of each method change with depth, and how far learned ones lie from constant ones."""
+    groups = [group for group in comparison.groups if group.coefficients()]
+    found = [f"{group.label}: {_coefficients(group)}." for group in groups]
+    learned, constant = (next((g for g in groups if g.method == method), None) for method in ("ls", "cs"))
+    if learned is None or constant is None or len(learned.coefficients()) != len(constant.coefficients()):
+        return found
+    gaps = [a - b for a, b in zip(learned.coefficients(), constant.coefficients(), strict=True)]
+    gap, index = max((abs(gap), i) for i, gap in enumerate(gaps, 1))
+    below = f"lies below the curve of {constant.label} at {sum(gap < 0 for gap in gaps)} of {len(gaps)} skips"
+    return [*found, f"{learned.label} {below}; they are furthest apart at skip {index}, by {number(gap, 3)}."]
+
+
+def _coefficients(group: Group) -> str:
     values = group.coefficients()
-    if not values:
-        return ""
     learned = " after training (mean over the last batch)" if group.method == "ls" else ""
     low, high = number(min(values), 3), number(max(values), 3)
     if low == high:
-        return f"{group.label}: the same for all {len(values)} skips, {low}{learned}."
+        return f"the same for all {len(values)} skips, {low}{learned}"
     if max(values) - min(values) < SAME * max(values):
-        return f"{group.label}: nearly the same for all {len(values)} skips, {low} to {high}{learned}."
+        return f"nearly the same for all {len(values)} skips, {low} to {high}{learned}"
+    how = f"between {low} and {high},"
+    if values in (sorted(values), sorted(values, reverse=True)):
+        how = "falling" if values[0] > values[-1] else "rising"
     ends = f"from {number(values[0], 3)} at the outermost skip to {number(values[-1], 3)} at the innermost"
-    if all(a >= b for a, b in pairwise(values)):
-        return f"{group.label}: falling {ends}{learned}."
-    if all(a <= b for a, b in pairwise(values)):
-        return f"{group.label}: rising {ends}{learned}."
-    return f"{group.label}: between {low} and {high}, {ends}{learned}."
-
-
-def learned_against_constant(groups: Sequence[Group]) -> str:
-    """How far the learned coefficients lie from the constant ones."""
-    learned = next((g for g in groups if g.method == "ls" and g.coefficients()), None)
-    constant = next((g for g in groups if g.method == "cs" and g.coefficients()), None)
-    if learned is None or constant is None:
-        return ""
-    ours, theirs = learned.coefficients(), constant.coefficients()
-    if len(ours) != len(theirs):
-        return ""
-    gap, index = max((abs(a - b), i) for i, (a, b) in enumerate(zip(ours, theirs, strict=True), 1))
-    below = sum(a < b for a, b in zip(ours, theirs, strict=True))
-    return (
-        f"{learned.label} lies below the curve of {constant.label} at {below} of {len(ours)} skips; "
-        f"they are furthest apart at skip {index}, by {number(gap, 3)}."
-    )
+    return f"{how} {ends}{learned}"

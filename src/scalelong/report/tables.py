@@ -1,32 +1,36 @@
-"""Comparisons as rows of text: for the terminal, for CSV and for the page."""
+"""Comparisons as tables and their caveats: for the terminal, for CSV and for the page."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 from scalelong.files import write_text
 from scalelong.report import sentences
-from scalelong.report.compare import MEASURES, Arrivals, Comparison, Race
+from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
 from scalelong.report.groups import Group
-from scalelong.report.notes import notes
 from scalelong.report.numbers import (
     UNKNOWN,
     UNRESOLVED,
-    Estimate,
     at_steps,
     count,
     duration,
     duration_with_sd,
+    joined,
     number,
+    shortened,
     times,
     with_sd,
 )
-from scalelong.runs.reader import Metric
+from scalelong.runs import METRICS
+from scalelong.runs.reader import Metric, Run
 
 Rows = list[list[str]]  # the first row is the head
 
@@ -48,17 +52,17 @@ def measures_table(comparison: Comparison) -> Rows:
     shown = [name for name in MEASURES if comparison.ranking(name)]
     metrics = comparison.metrics if comparison.same_data else ()
     rows = [["method", "seeds", *(MEASURES[name][0] for name in shown), *map(comparison.heading, metrics)]]
+    columns: list[str | Metric] = [*shown, *metrics]
     for group in comparison.groups:
-        cells = [_cell(name, comparison.measure(group, name)) for name in shown]
-        qualities = [_quality(comparison, group, metric) for metric in metrics]
+        cells = [_cell(comparison, group, measure) for measure in columns]
         seeds = ", ".join(map(str, group.seeds)) if len(group.runs) <= 4 else f"{len(group.runs)} seeds"
-        rows.append([group.label, seeds, *cells, *qualities])
+        rows.append([group.label, seeds, *cells])
     return rows
 
 
 def arrivals_table(race: Race) -> Rows:
     """Steps and seconds of each method to the target, as an interval where only evaluations are known."""
-    rows = [[a.group.label, _when(a, steps=True), _when(a, steps=False)] for a in race.arrivals]
+    rows = [[a.group.label, _when(a, a.steps, count), _when(a, a.seconds, duration)] for a in race.arrivals]
     return [["method", "steps (between evaluations)" if race.sparse else "steps", "time"], *rows]
 
 
@@ -66,13 +70,13 @@ def pairs_table(race: Race) -> Rows:
     """The speed-up of every pair."""
     rows = [["method", "against", "speed-up in steps", "speed-up in time"]]
     for pair in race.pairs():
-        names = [pair.first.group.label, pair.second.group.label]
-        late = [a.group.label for a in (pair.first, pair.second) if not a.all_reached]
-        if late:
-            rows.append([*names, f"{' and '.join(late)}: not reached", UNKNOWN])
-            continue
-        in_steps = times(pair.in_steps) if pair.steps_resolved else UNRESOLVED
-        rows.append([*names, in_steps, times(pair.in_seconds) if pair.seconds_resolved else UNRESOLVED])
+        a, b = pair.first, pair.second
+        if late := [arrivals.group.label for arrivals in (a, b) if not arrivals.all_reached]:
+            cells = [f"{' and '.join(late)}: not reached", UNKNOWN]
+        else:
+            in_steps = times(pair.in_steps) if a.steps.resolved(b.steps) else UNRESOLVED
+            cells = [in_steps, times(pair.in_seconds) if a.seconds.resolved(b.seconds) else UNRESOLVED]
+        rows.append([a.group.label, b.group.label, *cells])
     return rows
 
 
@@ -92,26 +96,22 @@ def race_names(races: Sequence[Race]) -> list[str]:
     return [race.what if called[race.what] == 1 else f"{race.what} ({race.protocol})" for race in races]
 
 
-def _quality(comparison: Comparison, group: Group, metric: Metric) -> str:
-    """At the step that all share; if there is none, every last value with its step."""
-    if comparison.quality_step(metric) is None:
-        return at_steps(comparison.last_qualities(group, metric))
-    return with_sd(comparison.measure(group, metric))
-
-
-def _cell(measure: str, value: Estimate) -> str:
+def _cell(comparison: Comparison, group: Group, measure: str | Metric) -> str:
+    """A metric at the step that all share; if there is none, every last value with its step."""
+    if isinstance(measure, Metric) and comparison.quality_step(measure) is None:
+        return at_steps(comparison.last_qualities(group, measure))
+    value = comparison.measure(group, measure)
     if measure == "seconds":
         return duration_with_sd(value)
-    return with_sd(value, 4 if measure == "final_loss" else 3)
+    return with_sd(value, 4 if isinstance(measure, Metric) or measure == "final_loss" else 3)
 
 
-def _when(arrivals: Arrivals, steps: bool) -> str:
+def _when(arrivals: Arrivals, when: Arrival, written: Callable[[float], str]) -> str:
     if not arrivals.reached:
         return "not reached"
-    spread = f" ± {count(arrivals.steps.sd)}" if math.isfinite(arrivals.steps.sd) else ""
-    text = f"{count(arrivals.steps.mean)}{spread}" if steps else duration_with_sd(arrivals.seconds)
-    if math.isfinite(arrivals.after_steps):
-        text = f"{count(arrivals.after_steps) if steps else duration(arrivals.after_seconds)} to {text}"
+    text = f"{written(when.mean)} ± {written(when.sd)}" if math.isfinite(when.sd) else written(when.mean)
+    text = duration_with_sd(when) if written is duration else text
+    text = text if math.isnan(when.after) else f"{written(when.after)} to {text}"
     total = len(arrivals.group.runs)
     return text if arrivals.all_reached else f"{text} ({arrivals.reached} of {total} seeds; the others: not reached)"
 
@@ -133,25 +133,25 @@ def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path
     rows: list[list[object]] = [[*head]]
     for group in comparison.groups:
         values = [comparison.measure(group, name) for name in MEASURES]
-        cells = [_exact(cell) for value in values for cell in (value.mean, value.sd)]
+        cells: list[object] = [cell for value in values for cell in (value.mean, value.sd)]
         for metric in metrics:
             quality, step = comparison.measure(group, metric), comparison.quality_step(metric)
-            cells += [_exact(quality.mean), _exact(quality.sd), "" if step is None or not quality.n else step]
+            cells += [quality.mean, quality.sd, "" if step is None or not quality.n else step]
         rows.append([group.label, len(group.runs), *cells])
     _write(path, rows)
     pairs: list[list[object]] = [[*_PAIRS_HEAD]]
     for race, what in zip(races, race_names(races), strict=True):
         for pair in race.pairs():
             both = [*_arrival_cells(pair.first), *_arrival_cells(pair.second)]
-            pairs.append([what, race.target, *both, _exact(pair.in_steps), _exact(pair.in_seconds)])
+            pairs.append([what, race.target, *both, pair.in_steps, pair.in_seconds])
     beside = path.with_name(f"{path.stem}-pairs{path.suffix or '.csv'}")
     _write(beside, pairs)
     return beside
 
 
 def _arrival_cells(arrivals: Arrivals) -> list[object]:
-    numbers = (arrivals.after_steps, arrivals.steps.mean, arrivals.seconds.mean)
-    return [arrivals.group.label, *map(_exact, numbers), f"{arrivals.reached} of {len(arrivals.group.runs)}"]
+    numbers = (arrivals.steps.after, arrivals.steps.mean, arrivals.seconds.mean)
+    return [arrivals.group.label, *numbers, f"{arrivals.reached} of {len(arrivals.group.runs)}"]
 
 
 def _column_names(comparison: Comparison, metrics: Sequence[Metric]) -> list[str]:
@@ -161,11 +161,108 @@ def _column_names(comparison: Comparison, metrics: Sequence[Metric]) -> list[str
     return [name if names.count(name) == 1 else whole for name, whole in zip(names, full, strict=True)]
 
 
-def _exact(value: float) -> object:
-    return value if math.isfinite(value) else ""
-
-
-def _write(path: Path, rows: Sequence[Sequence[object]]) -> None:
+def _write(path: Path, rows: Rows | list[list[object]]) -> None:
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
+    known = [["" if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in row] for row in rows]
+    csv.writer(text).writerows(known)
     write_text(path, text.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------------------- caveats
+
+
+def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
+    """One sentence for each caveat: damaged records, gaps, and what cannot be compared."""
+    runs, metrics = comparison.runs, comparison.metrics
+    found = [f"Left out: {why}." for why in refused]
+    if not comparison.same_data:
+        found.append(
+            f"The runs were trained on different data ({joined(_data_names(runs))}): losses, oscillations and quality "
+            "cannot be compared between them, so none of them is ranked and the quality is not plotted."
+        )
+    elif not comparison.same_loss:
+        objectives = {(run.config.diffusion.process, run.config.diffusion.prediction or "the default") for run in runs}
+        kinds = sorted(f"{process}, predicting {prediction}" for process, prediction in objectives)
+        found.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
+    if len(metrics) > 1:
+        kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
+        found.append(f"Quality was measured in {len(kinds)} ways that do not compare with each other: {joined(kinds)}.")
+    found += [f"{run.folder}: {text}" for run in runs for text in _about_run(run)]
+    if len({run.last_step for run in runs}) > 1:
+        step = count(comparison.horizon)
+        found.append(f"The runs have different lengths: numbers are taken up to step {step}, which all of them have.")
+    found += [text for m in metrics if comparison.same_data for text in _about_metric(comparison, m)]
+    without_probe = [str(run.folder) for run in runs if not run.probe]
+    if 0 < len(without_probe) < len(runs):
+        found.append(f"No oscillation was recorded in {joined(without_probe)}.")
+    if len(intervals := sorted({run.probe_interval for run in runs if run.probe_interval})) > 1:
+        steps = joined([count(interval) for interval in intervals])
+        found.append(f"The blocks were probed at different intervals ({steps} steps): oscillations are not ranked.")
+    if len(devices := sorted({str(record.get("device")) for run in runs for record in run.start})) > 1:
+        found.append(f"The runs ran on different devices ({joined(devices)}): seconds do not compare.")
+    if any(before[1] > after[0] + 1 for before, after in pairwise(sorted(s for run in runs for s in _spans(run)))):
+        found.append("Some of the runs trained at the same time: if they shared a machine, seconds do not compare.")
+    for group in comparison.groups:
+        if repeated := [str(seed) for seed, n in Counter(group.seeds).items() if n > 1]:
+            found.append(
+                f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
+            )
+    return found
+
+
+def _about_run(run: Run) -> list[str]:
+    found, last, planned = [], run.last_step, run.config.training.steps
+    if n := run.damaged_lines:
+        found.append(f"{n} damaged line{'s' if n > 1 else ''} in {METRICS}, ignored.")
+    if last < planned:
+        found.append(f"at step {count(last)} of {count(planned)}.")
+    if lost := len(run.train) - len(run.column("train", "loss")[0]):
+        found.append(f"{lost} of {len(run.train)} records have no finite loss; they are not plotted.")
+    steps, seconds = run.column("train", "seconds")
+    if len(steps) > 2 and seconds[-1] > 0:  # start-up: what the first record took beyond the usual time of its steps
+        usual = (seconds[-1] - seconds[0]) / max(steps[-1] - steps[0], 1)
+        if (share := (seconds[0] - steps[0] * usual) / seconds[-1]) > 0.1:
+            found.append(f"{share:.0%} of its time was start-up, so its seconds mean little.")
+    if skipped := max(run.column("train", "skipped")[1], default=0):
+        found.append(f"{skipped:.0f} steps were skipped because the loss or gradient was not finite.")
+    return found
+
+
+def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
+    found, name, step = [], comparison.heading(metric), comparison.quality_step(metric)
+    last = {group.label: comparison.last_qualities(group, metric) for group in comparison.groups}
+    if without := [label for label, values in last.items() if not values]:
+        found.append(f"{name} was not measured for {joined(without)}.")
+    if step is None:
+        found.append(f"{name} was measured at no step that all runs share: its values are shown with their steps.")
+    elif any(at > step for values in last.values() for at, _ in values):
+        found.append(f"{name} is compared at step {count(step)}, the last that its runs share.")
+    return found
+
+
+def _spans(run: Run) -> list[tuple[float, float]]:
+    """When the run was training, in seconds since the epoch: one span per start."""
+    starts = [record for record in run.start if isinstance(record.get("time"), str)]
+    bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
+    spans = []
+    for record, trained in zip(starts, (b - a for a, b in pairwise(bounds)), strict=True):
+        with contextlib.suppress(ValueError):
+            began = datetime.strptime(record["time"], "%Y-%m-%d %H:%M:%S").timestamp()
+            spans.append((began, began + trained))
+    return spans
+
+
+def _data_names(runs: Sequence[Run]) -> list[str]:
+    """Names of the data, with fingerprints where different data have one name."""
+    prints: dict[str, set[str]] = {}
+    for run in runs:
+        data = run.config.data
+        size = f" at {data.image_size} px" if data.image_size else ""
+        split = f" ({data.split})" if data.split != "train" else ""
+        prints.setdefault(f"{data.name}{size}{split}", set()).add(run.data)
+    short = shortened(each for known in prints.values() for each in known)
+    return sorted(
+        name if len(known) == 1 else f"{name}, fingerprint {short[each] or 'not recorded'}"
+        for name, known in prints.items()
+        for each in known
+    )

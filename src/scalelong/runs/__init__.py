@@ -1,12 +1,10 @@
 """A run folder as plain data: settings, presets, events and one reader. No torch.
 
-    config.yaml                 the settings (settings.py)
-    metrics.jsonl               one record per line (events.py)
-    checkpoints/step-00001000/  tensors, state.json and manifest.json (training/checkpoint.py)
-    samples/step-00001000.png   grids sampled during training
-    .lock                       held by the process that trains into the folder
-
-These names are spelt here and nowhere else.
+config.yaml                 the settings (settings.py)
+metrics.jsonl               one record per line (events.py)
+checkpoints/step-00001000/  tensors, state.json and manifest.json (training/checkpoint.py)
+samples/step-00001000.png   grids sampled during training
+.lock                       held by the process that trains into the folder
 """
 
 CONFIG = "config.yaml"
@@ -18,19 +16,11 @@ LOCK = ".lock"
 
 
 def step_name(step: int) -> str:
-    """Name of a checkpoint folder or a sample grid, without its suffix.
-
-    >>> step_name(1000)
-    'step-00001000'
-    """
+    """Name of a checkpoint folder or a sample grid, without its suffix: step-00001000."""
     return f"step-{step:08d}"
 
 
 def step_number(name: str) -> int | None:
-    """The step in a name made by `step_name`; None for other names.
-
-    >>> step_number("step-00001000")
-    1000
-    """
+    """The step in a name made by `step_name`; None for other names."""
     number = name.removeprefix("step-")
     return int(number) if name != number and number.isdecimal() else None

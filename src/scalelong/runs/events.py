@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ CHECKPOINT_KIND = "checkpoint"  # records that a checkpoint was written at this 
 
 
 class Events:
-    """Appends records, a step and named values, to metrics.jsonl and flushes each at once.
+    """Appends records, a step and named values, to metrics.jsonl.
 
     >>> events = Events(Path("."), resume_step=0)
     >>> events.write(10, "train", {"loss": 0.5})
@@ -30,11 +30,15 @@ class Events:
         self.path = folder / METRICS
         cut_after(self.path, resume_step)
         self._file = self.path.open("a")
-        self._board = _tensorboard(folder, resume_step)
+        self._board: Any = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a record; its numbers also go to TensorBoard and Weights & Biases."""
+        """Append a record and flush it; its numbers also go to TensorBoard and Weights & Biases."""
         self._file.write(_line(step, kind, values))
         self._file.flush()
         numbers = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
@@ -51,7 +55,7 @@ class Events:
         self._file = self.path.open("a")
 
     def close(self) -> None:
-        """Flush and close all writers."""
+        """Close all writers."""
         self._file.close()
         if self._board is not None:
             self._board.close()
@@ -70,7 +74,12 @@ def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     """The records of a run in order, and the number of damaged lines, which are skipped."""
     lines = (folder / METRICS).read_text(errors="replace").splitlines()
-    records = [record for line in lines if (record := _record(line)) is not None]
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records, len(lines) - len(records)
 
 
@@ -81,40 +90,17 @@ def cut_after(path: Path, step: int) -> None:
         write_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
 
 
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
-    return json.dumps({"step": step, "kind": kind} | _jsonable(values)) + "\n"
-
-
-def _jsonable(value: Any) -> Any:
     """Numbers that are not finite become null: JSON has no NaN."""
-    if isinstance(value, Mapping):
-        return {key: _jsonable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tensorboard(folder: Path, resume_step: int) -> Any:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
+    text = json.dumps({"step": step, "kind": kind, **values})
+    return json.dumps(json.loads(text, parse_constant=lambda _: None)) + "\n"
 
 
 def _wandb(folder: Path, project: str) -> Any:
-    if importlib.util.find_spec("wandb") is None:
-        raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]' or omit it")
-    import wandb
-
+    try:
+        import wandb
+    except ImportError:
+        raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]'") from None
     kept = folder / "wandb-id"  # a run is known by this, not by the folder's name
     if not kept.is_file():
         kept.write_text(secrets.token_hex(4))

@@ -48,37 +48,31 @@ _COCO       = _uvit("latents:data/coco-latents",  2, 512, 12,  8, 0.8, 2e-4, (0.
                     sampling=replace(_SAMPLING, clip=False, guidance=2.0))
 _EMOJI32    = _uvit("emoji32",                    4, 256, 12,  4, 0.7, 3e-4, (0.9, 0.99),    500,    50_000,  128)
 _DIGITS     = _uvit("digits",                     2,  64, 12,  4, 0.7, 3e-3, (0.9, 0.99),     50,       600,   32)
+_EMOJI32 = replace(_EMOJI32, data=DataSettings("emoji32", flip=False),
+                   training=replace(_EMOJI32.training, ema_decay=0.999, compile="off"))
 # fmt: on
-
-_EMOJI = replace(
-    _EMOJI32,
-    data=DataSettings("emoji32", flip=False),
-    training=replace(_EMOJI32.training, ema_decay=0.999, compile="off"),
-)
 
 PRESETS: Mapping[str, RunConfig] = {
     "digits-demo": replace(
         _DIGITS,
         data=DataSettings("digits", flip=False),
         diffusion=DiffusionSettings("vp", "x0"),  # digits can be recognised after a few hundred steps
-        training=TrainingSettings(
-            steps=600, batch_size=32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100
-        ),
+        training=TrainingSettings(600, 32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100),
         sampling=replace(_SAMPLING, steps=25),
     ),
-    "emoji32": _EMOJI,
-    "emoji32-cond": replace(_EMOJI, condition=ConditionSettings("class"), sampling=replace(_SAMPLING, guidance=2.0)),
+    "emoji32": _EMOJI32,
+    "emoji32-cond": replace(_EMOJI32, condition=ConditionSettings("class"), sampling=replace(_SAMPLING, guidance=2.0)),
     "emoji32-text": replace(
-        _EMOJI,
-        model=replace(_EMOJI.model, patch_size=2),
+        _EMOJI32,
+        model=replace(_EMOJI32.model, patch_size=2),
         condition=ConditionSettings("text", encoder="minilm", max_tokens=16),
         diffusion=DiffusionSettings("vp", "v"),  # gives weight to the noisiest images, where the text decides
         sampling=replace(_SAMPLING, guidance=3.0),
     ),
     "emoji32-latent": replace(
-        _EMOJI,
+        _EMOJI32,
         data=DataSettings("latents:data/emoji32-latents", flip=False),  # by scalelong data encode emoji32, 4 x 16 x 16
-        model=replace(_EMOJI.model, patch_size=2),
+        model=replace(_EMOJI32.model, patch_size=2),
         diffusion=DiffusionSettings("vp", "x0"),  # shapes and colours can be seen after a few hundred steps
         sampling=replace(_SAMPLING, clip=False),
     ),

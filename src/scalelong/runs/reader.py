@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
 from scalelong.runs.events import read_events
-from scalelong.runs.oscillation import relative_oscillation, relative_spread
 from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
 
 Record = dict[str, Any]
@@ -23,19 +22,17 @@ Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
 LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
+PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
 
 
 def is_run(folder: str | Path) -> bool:
-    """True for a folder with a config.yaml."""
     return (Path(folder) / CONFIG).is_file()
 
 
 def read_config(folder: str | Path) -> RunConfig:
     """The settings of a run."""
     if not is_run(folder):
-        raise FileNotFoundError(
-            f"{folder}: is not a run folder (it has no {CONFIG}); give a folder that scalelong train wrote"
-        )
+        raise FileNotFoundError(f"{folder}: is not a run folder (no {CONFIG}); give one that scalelong train wrote")
     return from_yaml(Path(folder) / CONFIG)
 
 
@@ -89,7 +86,6 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Name of the method in tables and charts."""
         return self.config.scaling.label
 
     @property
@@ -139,8 +135,7 @@ class Run:
         for evaluation in self.evaluations:
             if evaluation.metric == metric:
                 values.setdefault(evaluation.step, []).append(evaluation.value)
-        steps = sorted(values)
-        return steps, [sum(values[step]) / len(values[step]) for step in steps]
+        return sorted(values), [fmean(values[step]) for step in sorted(values)]
 
     def final_losses(self, upto: int | None = None) -> Column:
         """Steps and losses of the last fifth of the records."""
@@ -150,8 +145,7 @@ class Run:
 
     def final_loss(self, upto: int | None = None) -> float:
         """Mean loss over the last fifth of the records."""
-        _, last = self.final_losses(upto)
-        return sum(last) / len(last) if last else math.nan
+        return fmean(self.final_losses(upto)[1] or [math.nan])
 
     def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm", after: int = -1) -> float:
         """Relative oscillation of a block's norm ("norm", on the probe batch) or of its gradient's ("gradient")."""
@@ -165,23 +159,17 @@ class Run:
 
     def throughput(self, upto: int | None = None) -> float:
         """Median of the images per second, so that a pause does not count."""
-        _, speeds = self.column("train", "images_per_second", upto)
-        return median(speeds) if speeds else math.nan
+        return median(self.column("train", "images_per_second", upto)[1] or [math.nan])
 
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
         """Seconds of training at these steps, interpolated between records."""
         known, seconds = self.column("train", "seconds")
-        if not known:
-            return [math.nan] * len(steps)
-        return [float(s) for s in np.interp(steps, [0, *known], [0.0, *seconds])]
+        return np.interp(steps, [0, *known], [0.0, *seconds]).tolist() if known else [math.nan] * len(steps)
 
     def coefficients(self) -> list[float]:
         """kappa_i of the last record that has them, outermost skip first."""
-        for record in reversed(self.train):
-            values = record.get("kappa")
-            if isinstance(values, list) and values and all(map(_is_number, values)):
-                return [float(value) for value in values]
-        return []
+        recorded = (record.get("kappa") for record in reversed(self.train))
+        return next((v for v in recorded if isinstance(v, list) and v and all(map(_is_number, v))), [])
 
     def sample_grids(self) -> list[tuple[int, Path]]:
         """Step and file of each grid sampled during training."""
@@ -189,7 +177,14 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run folder; a run without training records is an error."""
+    """Read a run folder; a run without training records is an error.
+
+    >>> from scalelong.runs.settings import to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
+    >>> read_run(".").last_step
+    10
+    """
     folder = Path(folder)
     config = read_config(folder)
     if not (folder / METRICS).is_file():
@@ -197,32 +192,39 @@ def read_run(folder: str | Path) -> Run:
     records, damaged = read_events(folder)
     kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": []}
     for record in records:
+        kind = record.get("kind")
         try:
-            _check(_is_count(record["step"]))
-            kind = record.get("kind")
-            if kind == "start":
-                _check(isinstance(record.get("data"), str | None))
-            if isinstance(kind, str) and kind in kinds:
+            _check(_is_count(record["step"]), kind != "start" or isinstance(record.get("data"), str | None))
+            if kind in kinds:
                 kinds[kind].append(_measurement(record, config.sampling) if kind == "evaluation" else record)
         except (KeyError, TypeError, ValueError):
             damaged += 1
     if not kinds["train"]:
-        raise ValueError(
-            f"{folder}: {METRICS} has no training record ({damaged} damaged lines); continue the training first"
-        )
+        raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in kinds["evaluation"] if math.isfinite(evaluation.value))
     return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """The runs in these folders or right inside them, and why others were left out; no run at all is an error."""
-    given = list(folders)
-    if not given:
+    """The runs in these folders or right inside them, and why others were left out; no run at all is an error.
+
+    >>> from scalelong.runs.settings import to_yaml
+    >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
+    >>> runs, refused = read_runs([".", "nowhere"])
+    >>> len(runs), len(refused)
+    (1, 1)
+    """
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        found += [path.resolve() for path in inside or [folder]]
+    if not found:
         raise ValueError("runs: none given; name run folders, for example runs/demo")
-    runs, refused = [], []
-    for folder in dict.fromkeys(path.resolve() for item in given for path in _expanded(Path(item))):
+    runs, refused, here = [], [], Path.cwd()
+    for folder in dict.fromkeys(found):
         try:
-            runs.append(read_run(_relative(folder)))
+            runs.append(read_run(folder.relative_to(here) if here in folder.parents else folder))
         except (OSError, ValueError) as error:
             refused.append(str(error))
     if not runs:
@@ -230,24 +232,9 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     return runs, refused
 
 
-def _expanded(folder: Path) -> list[Path]:
-    """The folder itself, or the runs right inside it if it is not a run."""
-    inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    return inside or [folder]
-
-
-def _relative(folder: Path) -> Path:
-    """Relative to the current directory if it is below it."""
-    here = Path.cwd()
-    return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
-
-
 def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
     found = {step: path for path in paths if (step := step_number(path.stem)) is not None}
     return dict(sorted(found.items()))
-
-
-# ------------------------------------------------------------------------------------------------- evaluation records
 
 
 def _measurement(record: Record, run: SamplingSettings) -> Measurement:
@@ -263,8 +250,7 @@ def _measurement(record: Record, run: SamplingSettings) -> Measurement:
 def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     """How the images were sampled: recorded under "sampling", or by older versions as flat keys.
 
-    What older records lack is the run's own setting. Settings that do not change the images keep their defaults, so that
-    they do not set two evaluations apart.
+    What older records lack is the run's own setting; settings that do not change the images keep their defaults.
     """
     values = record.get("sampling")
     if values is None:
@@ -278,14 +264,13 @@ def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     high = math.inf if high is None else high  # JSON has no infinity
     for key in ("sampler", "precision", "clip"):
         _check(isinstance(known[key], type(default[key])))
-    _check(
-        _is_count(known["steps"]), _is_number(known["guidance"]), _is_number(low), high == math.inf or _is_number(high)
-    )
+    numbers = [known["guidance"], low, 0 if high == math.inf else high]
+    _check(_is_count(known["steps"]), *map(_is_number, numbers))
     guided = known["guidance"] != 1
     return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})
 
 
-def _check(*conditions: object) -> None:
+def _check(*conditions: bool) -> None:
     if not all(conditions):
         raise ValueError("damaged record")
 
@@ -297,3 +282,31 @@ def _is_count(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """True for a finite number of a plausible size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def relative_oscillation(norms: Sequence[float]) -> float:
+    """mean |n_(k+1) - n_k| / mean n: how far a norm moves between two records, relative to its size.
+
+    >>> relative_oscillation([1.0, 3.0, 2.0])
+    0.75
+    """
+    if len(norms) < 2:
+        raise ValueError(f"norms: oscillation needs at least 2 records, got {len(norms)}")
+    return _ratio(fmean(abs(after - before) for before, after in pairwise(norms)), fmean(norms))
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """Standard deviation over mean.
+
+    >>> round(relative_spread([1.0, 3.0]), 3)
+    0.707
+    """
+    if len(values) < 2:
+        raise ValueError(f"values: a spread needs at least 2 records, got {len(values)}")
+    mean = fmean(values)
+    return _ratio(math.dist(values, [mean] * len(values)) / math.sqrt(len(values) - 1), mean)
+
+
+def _ratio(value: float, mean: float) -> float:
+    """value / mean; nan for a series of zeros."""
+    return value / mean if mean else math.inf if value else math.nan

@@ -6,6 +6,7 @@ Keys are dotted, in YAML, on the command line and in errors: `training.steps`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Mapping
@@ -18,11 +19,7 @@ import yaml
 
 from scalelong.errors import did_you_mean
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Compile = Literal["off", "default", "reduce-overhead"]
 SamplingPrecision = Literal["fp32", "bf16", "fp16"]
-OnNonFinite = Literal["raise", "skip", "rewind"]
-ConditionKind = Literal["none", "class", "text"]
 
 
 @dataclass(frozen=True)
@@ -85,13 +82,10 @@ class ScalingSettings:
 
 # Options by method; methods not listed are constants with a kappa. A test holds this equal to the registry's.
 _TAKES: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "rsqrt2": (),
+    **dict.fromkeys(("none", "rsqrt2", "freeu", "rezero"), ()),
     "ls": ("shared", "reduction", "module", "activation", "axis", "start"),
     "mp_cat": ("t",),
     "layernorm": ("affine", "eps"),
-    "freeu": (),
-    "rezero": (),
     "stable_tau": ("tau",),
 }
 
@@ -100,7 +94,7 @@ _TAKES: dict[str, tuple[str, ...]] = {
 class ConditionSettings:
     """What the network is conditioned on."""
 
-    kind: ConditionKind = "none"
+    kind: Literal["none", "class", "text"] = "none"
     drop: float = 0.1  # share of samples trained without it, for guidance; 0: no null condition
     encoder: str = ""  # text: minilm, a hub name or a folder of transformers
     max_tokens: int = 77  # text: captions are cut or padded to this many
@@ -132,15 +126,15 @@ class TrainingSettings:
     steps: int = 500_000
     batch_size: int = 128  # over all ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
-    precision: Precision = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    compile: Compile = "off"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
+    compile: Literal["off", "default", "reduce-overhead"] = "off"
     ema_decay: float = 0.9999  # warmed up: min(ema_decay, (1 + step) / (10 + step))
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 5000
     keep: int = 2  # number of checkpoints to keep
     sample_every: int = 5000  # 0: never
-    on_nonfinite: OnNonFinite = "raise"
+    on_nonfinite: Literal["raise", "skip", "rewind"] = "raise"
     max_nonfinite: int = 10  # skip and rewind stop the run after this many
     wandb_project: str | None = None  # also log to this project of Weights & Biases
 
@@ -202,39 +196,25 @@ class RunConfig:
 
 
 # Settings that may differ when a run is resumed: they change its length or what is written, not what is computed.
-MAY_CHANGE = frozenset(
-    {
-        "training.steps",
-        "training.log_every",
-        "training.checkpoint_every",
-        "training.keep",
-        "training.sample_every",
-        "training.wandb_project",
-        "sampling.precision",
-        "sampling.batch_size",
-        "sampling.compile",
-        "data.workers",
-        "data.root",
-    }
-)
+MAY_CHANGE = {
+    *(
+        f"training.{name}"
+        for name in ("steps", "log_every", "checkpoint_every", "keep", "sample_every", "wandb_project")
+    ),
+    *(f"sampling.{name}" for name in ("precision", "batch_size", "compile")),
+    *("data.workers", "data.root"),
+}
 
 
 def dotted(config: RunConfig) -> dict[str, Any]:
     """Every setting under its dotted key."""
-    return {
-        f"{part.name}.{setting.name}": getattr(getattr(config, part.name), setting.name)
-        for part in dataclasses.fields(config)
-        for setting in dataclasses.fields(getattr(config, part.name))
-    }
+    return {f"{part}.{key}": value for part, settings in vars(config).items() for key, value in vars(settings).items()}
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The settings that differ, as key -> (old, new)."""
     before, after = dotted(old), dotted(new)
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-
-
-# ------------------------------------------------------------------------------------------------------------------ YAML
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -245,11 +225,7 @@ def to_yaml(config: RunConfig) -> str:
       name: digits
     ...
     """
-    plain = {
-        part: {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
-        for part, settings in dataclasses.asdict(config).items()
-    }
-    return yaml.safe_dump(plain, sort_keys=False)
+    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)  # tuples as lists
 
 
 def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
@@ -265,42 +241,34 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
         raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: is not YAML: {error}") from None
-    return _merged(base or RunConfig(), content or {}, str(path))
-
-
-def _merged(base: RunConfig, changes: Any, where: str) -> RunConfig:
-    """`base` with nested changes such as {"training": {"steps": 10}}; tyro converts the values, as on the command line."""
-    known, values = dotted(base), {}
-    parts = [part.name for part in dataclasses.fields(base)]
-    for part, settings in _mapping(changes, where).items():
+    base, where = base or RunConfig(), str(path)
+    known, parts, values = dotted(base), list(vars(base)), {}
+    for part, settings in _mapping(content or {}, where).items():
         if part not in parts:
-            raise ValueError(f"{where}: unknown key {part!r}; {did_you_mean(part, parts)}remove it or correct its name")
+            raise ValueError(f"{where}: unknown key {part!r}; {did_you_mean(part, parts)}correct or remove it")
         for name, value in _mapping(settings, f"{where}: {part}").items():
-            key = f"{part}.{name}"
-            if key not in known:
-                raise ValueError(
-                    f"{where}: unknown key {key!r}; {did_you_mean(key, known)}remove it or correct its name"
-                )
+            if (key := f"{part}.{name}") not in known:
+                raise ValueError(f"{where}: unknown key {key!r}; {did_you_mean(key, known)}correct or remove it")
             values[key] = value
     if (config := _parsed(base, values)) is not None:
         return config
-    key, value = next((key, value) for key, value in values.items() if _parsed(base, {key: value}) is None)
+    key = next(key for key, value in values.items() if _parsed(base, {key: value}) is None)
     part, _, name = key.partition(".")
     hint = typing.get_type_hints(type(getattr(base, part)))[name]
     expected = hint.__name__ if isinstance(hint, type) else str(hint)
     if typing.get_origin(hint) is Literal:
         expected = f"one of {', '.join(typing.get_args(hint))}"
-    raise ValueError(f"{where}: {key}: must be {expected}, got {value!r}")
+    raise ValueError(f"{where}: {key}: must be {expected}, got {values[key]!r}")
 
 
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: must hold keys and values, got {value!r}")
-    return value
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{where}: must hold keys and values, got {value!r}")
 
 
 def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
-    """`base` with the values of these dotted keys; None if one cannot be converted."""
+    """`base` with the values of these dotted keys, converted by tyro; None if one cannot be."""
     arguments, known = [], dotted(base)
     for key, value in values.items():
         if isinstance(known[key], str) and not isinstance(value, str):

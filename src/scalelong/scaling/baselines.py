@@ -1,12 +1,10 @@
 """Other authors' methods and the controls of the paper, as `Scaling`s.
 
-    mp_cat      rescale both operands of the concatenation so that its magnitude is preserved      EDM2 (2023), Eq. 103
-    layernorm   normalize each skip over its channels
-    freeu       damp low frequencies of the skip, amplify half of the main path's channels          FreeU (2023), sampling
-    rezero      a block adds alpha * f(x), alpha learned from 0; skips are unchanged                Table 3 of the paper
-    stable_tau  a block adds tau * f(x); skips are unchanged                                        Table 3 of the paper
-
-Shapes: B batch, T tokens, C channels, H x W pixels. A skip is (B, T, C) or (B, C, *spatial).
+mp_cat      rescale both operands of the concatenation so that its magnitude is preserved      EDM2 (2023), Eq. 103
+layernorm   normalize each skip over its channels
+freeu       damp low frequencies of the skip, amplify half of the main path's channels          FreeU (2023), sampling
+rezero      a block adds alpha * f(x), alpha learned from 0; skips are unchanged                Table 3 of the paper
+stable_tau  a block adds tau * f(x); skips are unchanged                                        Table 3 of the paper
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from scalelong.scaling.constant import Coefficient, Scaling, SkipSize
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
-    """Factors of main path and skip for widths `main` and `skip`: unit inputs join to unit magnitude, a share t of it skip.
-
-    >>> magnitude_preserving(main=64, skip=64, t=0.5)
-    (1.0, 1.0)
-    """
+    """Factors for operands of these widths: unit inputs join to unit magnitude, a share t of it from the skip."""
     total = math.sqrt((main + skip) / ((1 - t) ** 2 + t**2))
     return total * (1 - t) / math.sqrt(main), total * t / math.sqrt(skip)
 
@@ -58,30 +52,23 @@ class _SkipTransform(Scaling):
 
     fusible = False
 
-    def __init__(self, num_skips: int) -> None:
-        super().__init__(num_skips)
-        self.add_statistic("last_ratio")
-
     def transform(self, index: int, skip: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, index: int, skip: Tensor) -> Tensor:
         result = self.transform(index, skip)
-        self.record("last_ratio", index, result.detach().float().norm() / skip.detach().float().norm())
+        self.record(index, result.detach().float().norm() / skip.detach().float().norm())
         return result
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002
         raise TypeError(f"scaling.method: {self.config} does more to skip {index} than multiply it by a coefficient")
-
-    def current(self) -> list[float]:
-        return self.recorded("last_ratio")
 
 
 class SkipLayerNorm(_SkipTransform):
     """layernorm: normalize the channels of every position, then weights and biases per channel if `affine`."""
 
     def __init__(self, sizes: Sequence[SkipSize], affine: bool = True, eps: float = 1e-6) -> None:
-        super().__init__(len(sizes))
+        super().__init__(len(sizes), records=True)
         self.sizes, self.value = tuple(sizes), eps
         self.add_constants("eps", [eps])
         widths = [size.channels for size in sizes] if affine else []
@@ -109,7 +96,7 @@ class FreeU(_SkipTransform):
         b2: float = 1,
         threshold: int = 1,
     ) -> None:
-        super().__init__(len(sizes))
+        super().__init__(len(sizes), records=True)
         if any(size.channels_last or size.stage is None for size in sizes):
             raise ValueError("scaling.method: 'freeu' filters images; the skips of this model are not (B, C, H, W)")
         self.stages = tuple(size.stage for size in sizes)
@@ -119,10 +106,7 @@ class FreeU(_SkipTransform):
 
     def transform(self, index: int, skip: Tensor) -> Tensor:
         if self.training:
-            raise ValueError(
-                "scaling.method: 'freeu' is for sampling from a trained model, this one is in training mode; "
-                "call model.eval(), or scalelong.remove(model) to train"
-            )
+            raise ValueError("scaling.method: 'freeu' is for sampling from a trained model; call model.eval() first")
         factor = self.skip_factors.get(self.stages[index - 1] or 0, 1.0)
         return skip if factor == 1 else damp_low_frequencies(skip, factor, self.threshold)
 
@@ -136,15 +120,11 @@ class FreeU(_SkipTransform):
 
 def damp_low_frequencies(images: Tensor, factor: float, threshold: int) -> Tensor:
     """Multiply the frequencies -threshold .. threshold - 1 of both axes by `factor`; computed in float32."""
-    rows, columns = (_is_low(size, threshold, images.device) for size in images.shape[-2:])
+    frequencies = (torch.fft.fftfreq(size, 1 / size, device=images.device).round() for size in images.shape[-2:])
+    rows, columns = ((each >= -threshold) & (each < threshold) for each in frequencies)
     mask = torch.where(rows[:, None] & columns[None, :], factor, 1.0)
     damped: Tensor = torch.fft.ifft2(torch.fft.fft2(images.float()) * mask).real
     return damped.to(images.dtype)
-
-
-def _is_low(size: int, threshold: int, device: torch.device) -> Tensor:
-    frequency: Tensor = torch.fft.fftfreq(size, 1 / size, device=device).round()
-    return (frequency >= -threshold) & (frequency < threshold)
 
 
 class BlockScaling(Scaling):
@@ -158,11 +138,5 @@ class BlockScaling(Scaling):
         else:
             self.add_constants("tau", [tau] * blocks)
 
-    def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002
-        return 1.0
-
     def scale_branch(self, block: int, output: Tensor) -> Tensor:
         return output * (self.alpha[block].to(output.dtype) if self.value is None else self.value)
-
-    def current(self) -> list[float]:
-        return [1.0] * self.num_skips

@@ -1,7 +1,7 @@
 """Scaling of long skip connections (ScaleLong, NeurIPS 2023): the interface of a method, and the constant methods.
 
-A U-shaped network has N long skips. Skip i = 1 is the outermost (first encoder block to last decoder block), i = N the
-innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
+Skip i = 1 is the outermost of N (first encoder block to last decoder block). Before the decoder uses skip x_i, it is
+multiplied by kappa_i:
 
     none         kappa_i = 1                             the usual network
     rsqrt2       kappa_i = 1 / sqrt(2)                   used by earlier work
@@ -10,10 +10,8 @@ innermost. Before the decoder uses skip x_i it is multiplied by kappa_i:
     cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
     ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling: `learned`
 
-`baselines` has other authors' methods, `registry` all names and options. To add a constant method, write a function like
-`constant_coefficients` and list it in `CONSTANT_METHODS`.
-
-Shapes: B batch, T tokens, C channels. A skip is (B, T, C), (T, B, C) or (B, C, *spatial).
+To add a constant method, write a function like `constant_coefficients` and list it in `CONSTANT_METHODS`. Shapes: B batch,
+T tokens, C channels; a skip is (B, T, C), (T, B, C) or (B, C, *spatial).
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ def reversed_coefficients(num_skips: int, kappa: float) -> list[float]:
 
 
 def universal_coefficients(num_skips: int, kappa: float) -> list[float]:
-    """kappa_i = kappa for every skip."""
     return [kappa] * num_skips
 
 
@@ -76,9 +73,7 @@ class SkipSize:
 
 
 class Scaling(nn.Module):
-    """A method on all long skips of one model; index i counts from 1 at the outermost skip.
-
-    The coefficient is separate from its application, so that a consumer can fuse the two.
+    """A method on all long skips of one model; by default it changes nothing. Index i counts from 1, the outermost skip.
 
     >>> from scalelong.scaling import ScalingConfig
     >>> scaling = ScalingConfig.create("cs", kappa=0.5).build([SkipSize(channels=64)] * 3)
@@ -87,17 +82,20 @@ class Scaling(nn.Module):
     """
 
     config: ScalingConfig
+    recorded: Tensor  # one number per skip; not saved
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
 
-    def __init__(self, num_skips: int) -> None:
+    def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()
         self.num_skips = num_skips
         self.constants: dict[str, Sequence[Any]] = {}  # fixed numbers by their key in the state dict
+        if records:
+            self.register_buffer("recorded", torch.full((num_skips,), math.nan), persistent=False)
 
-    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:  # noqa: ARG002
         """kappa_i: a number, or a tensor that broadcasts against the skip, (B, T, 1), (B, 1, C) or (B, C, 1, ...)."""
-        raise NotImplementedError
+        return 1.0
 
     def forward(self, index: int, skip: Tensor) -> Tensor:
         """kappa_i * x_i."""
@@ -114,33 +112,25 @@ class Scaling(nn.Module):
 
     def current(self) -> list[float]:
         """kappa_i now: the constants, or the mean of the gates on the last forward (nan before the first)."""
-        raise NotImplementedError
+        if "recorded" not in self._buffers:
+            return [1.0] * self.num_skips
+        return [math.nan] * self.num_skips if self.recorded.is_meta else self.recorded.tolist()
 
     def add_constants(self, key: str, values: Sequence[Any]) -> None:
         """Register fixed numbers as a buffer, so that weights trained with them do not load unnoticed without them."""
         self.constants[key] = values
         self.register_buffer(key, torch.tensor(values, dtype=torch.float32))
 
-    def add_statistic(self, key: str) -> None:
-        """Register a buffer of one number per skip, filled by `record`; not saved."""
-        self.register_buffer(key, torch.full((self.num_skips,), math.nan), persistent=False)
-
-    def record(self, key: str, index: int, value: Tensor) -> None:
-        """Store a statistic of skip i; no-op inside functorch transforms and forward-mode AD, which forbid side effects."""
+    def record(self, index: int, value: Tensor) -> None:
+        """Store what `current` reports of skip i; skipped in functorch transforms and forward-mode AD: no side effects."""
         if not torch.compiler.is_compiling():
             if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
                 return
-            buffer = getattr(self, key)
-            if buffer.is_inference() and not torch.is_inference_mode_enabled():
-                setattr(self, key, buffer.clone())  # a copy made in inference mode
-            if buffer.is_meta and not value.is_meta:
-                setattr(self, key, value.new_full(buffer.shape, math.nan))  # built on meta, weights assigned later
-        getattr(self, key)[index - 1] = value.detach()
-
-    def recorded(self, key: str) -> list[float]:
-        """The last statistics of all skips; nan where there is none."""
-        buffer: Tensor = getattr(self, key)
-        return [math.nan] * self.num_skips if buffer.is_meta else [float(value) for value in buffer]
+            if self.recorded.is_inference() and not torch.is_inference_mode_enabled():
+                self.recorded = self.recorded.clone()  # a copy made in inference mode
+            if self.recorded.is_meta and not value.is_meta:
+                self.recorded = value.new_full((self.num_skips,), math.nan)  # built on meta, weights assigned later
+        self.recorded[index - 1] = value.detach()
 
 
 class ConstantScaling(Scaling):

@@ -46,8 +46,7 @@ class InstanceEnhance(nn.Module):
 
     def __init__(self, size: int, start: float | None = None) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.zeros(size))
-        self.shift = nn.Parameter(torch.zeros(size))
+        self.scale, self.shift = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
         _shift_bias(self.shift, start)
 
     def forward(self, pooled: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ def _bottleneck(inputs: int, hidden: int, outputs: int, activation: str) -> nn.S
 
 
 def _shift_bias(bias: Tensor, start: float | None) -> None:
-    """Shift the last bias before a sigmoid so that the gate starts around `start`; None keeps the initialization."""
+    """Let the sigmoid behind this bias start around `start`; None keeps the initialization."""
     if start is not None:
         with torch.no_grad():
             bias += math.log(start / (1 - start))
@@ -80,37 +79,28 @@ def _shift_bias(bias: Tensor, start: float | None) -> None:
 class LearnedScaling(Scaling):
     """LS: pool each skip, predict its coefficients with gate number `gate_of[i]`, broadcast them.
 
-    axis="tokens" averages each token over its channels and gates tokens, as the paper does on transformers; it requires
-    a fixed number of tokens. axis="channels" averages each channel over all positions and works at any resolution.
+    axis="tokens" averages over channels and gates tokens, as the paper does on transformers, for a fixed number of tokens.
+    axis="channels" averages over positions and gates channels, at any resolution.
     """
 
-    def __init__(
-        self, sizes: Sequence[SkipSize], axis: str, gates: Sequence[nn.Module], gate_of: Sequence[int]
-    ) -> None:
-        super().__init__(len(sizes))
+    def __init__(self, sizes: Sequence[SkipSize], axis: str, gates: list[nn.Module], gate_of: list[int]) -> None:
+        super().__init__(len(sizes), records=True)
         self.sizes, self.axis, self.gate_of = tuple(sizes), axis, tuple(gate_of)
         self.gates = nn.ModuleList(gates)
-        self.add_statistic("last_mean")
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         size = self.sizes[index - 1]
         batch, channel = size.batch_dim, skip.ndim - 1 if size.channels_last else 1
         if self.axis == "tokens" and skip.shape[1 - batch] != size.tokens:
-            raise ValueError(
-                f"scaling.axis: the gates of 'ls' were built for {size.tokens} tokens, skip {index} has "
-                f"{skip.shape[1 - batch]}; pass axis='channels' to support several resolutions"
-            )
+            given = f"{size.tokens} tokens, skip {index} has {skip.shape[1 - batch]}"
+            raise ValueError(f"scaling.axis: the gates were built for {given}; pass axis='channels' for any resolution")
         gated = 1 - batch if self.axis == "tokens" else channel
-        averaged = [d for d in range(skip.ndim) if d not in (batch, gated)]
+        averaged, transposed = [d for d in range(skip.ndim) if d not in (batch, gated)], gated < batch
         pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
-        transposed = gated < batch
         kappa: Tensor = self.gates[self.gate_of[index - 1]](pooled.t() if transposed else pooled).to(skip.dtype)
-        self.record("last_mean", index, kappa.mean())
+        self.record(index, kappa.mean())
         shape = [skip.shape[d] if d in (batch, gated) else 1 for d in range(skip.ndim)]
         return (kappa.t() if transposed else kappa).reshape(shape)
-
-    def current(self) -> list[float]:
-        return self.recorded("last_mean")
 
 
 def learned_scaling(
@@ -122,35 +112,20 @@ def learned_scaling(
     axis: str = "auto",
     start: float | None = None,
 ) -> LearnedScaling:
-    """Build LS; with `shared`, skips of equal size share a gate. `start`: initial kappa (None: 1/2, or 1 for learnable).
-
-    >>> scaling = learned_scaling([SkipSize(channels=8), SkipSize(channels=8)], reduction=4)
-    >>> scaling.coefficient(1, torch.randn(2, 8, 16, 16)).shape
-    torch.Size([2, 8, 1, 1])
-    """
+    """Build LS; with `shared`, skips of equal size share a gate. `start`: initial kappa (None: 1/2, or 1 for learnable)."""
     one_each = list(range(len(sizes)))
     if module == "learnable":  # independent of the input: any number of tokens will do
         return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
     if axis == "auto":  # the paper's choice: tokens on transformers, channels on convolutional networks
         axis = "tokens" if all(size.channels_last for size in sizes) else "channels"
-    gated = [_gated_size(size, axis) for size in sizes]
-    if module == "ie":
-        distinct = sorted(set(gated)) if shared else gated
-        gate_of = [distinct.index(size) for size in gated] if shared else one_each
-        return LearnedScaling(sizes, axis, [InstanceEnhance(size, start) for size in distinct], gate_of)
-    if shared:
-        return LearnedScaling(sizes, axis, [SqueezeExcite(gated, reduction, activation, start)], [0] * len(sizes))
-    gates = [SqueezeExcite([size], reduction, activation, start) for size in gated]
-    return LearnedScaling(sizes, axis, gates, one_each)
-
-
-def _gated_size(size: SkipSize, axis: str) -> int:
-    if axis == "channels":
-        return size.channels
-    if not size.channels_last:
-        raise ValueError(
-            "scaling.axis: 'tokens' needs a transformer; this model's skips are images, use axis='channels'"
+    if axis == "tokens" and not all(size.tokens and size.channels_last for size in sizes):
+        raise ValueError("scaling.axis: 'tokens' needs a transformer with a fixed number of them; use axis='channels'")
+    gated = [(size.tokens or 0) if axis == "tokens" else size.channels for size in sizes]
+    if module == "se":
+        groups, gate_of = ([gated], [0] * len(sizes)) if shared else ([[size] for size in gated], one_each)
+        return LearnedScaling(
+            sizes, axis, [SqueezeExcite(each, reduction, activation, start) for each in groups], gate_of
         )
-    if size.tokens is None:
-        raise ValueError("scaling.axis: the number of tokens of this model is not fixed; use axis='channels'")
-    return size.tokens
+    distinct = sorted(set(gated)) if shared else gated
+    gate_of = [distinct.index(size) for size in gated] if shared else one_each
+    return LearnedScaling(sizes, axis, [InstanceEnhance(size, start) for size in distinct], gate_of)

@@ -1,7 +1,4 @@
-"""All methods by name: what builds them, their options, and the checks of the options.
-
-The options of a method and their defaults are the parameters of its builder after `sizes`.
-"""
+"""All methods by name: what builds them, their options, and the checks of the options."""
 
 from __future__ import annotations
 
@@ -44,6 +41,8 @@ class ScalingConfig:
             if name not in defaults:
                 takes = ", ".join(defaults) or "no options"
                 raise TypeError(f"scaling.{name}: {method!r} has no such option (got {value!r}); it takes {takes}")
+            if isinstance(defaults[name], bool) and not isinstance(value, bool):
+                raise TypeError(f"scaling.{name}: must be True or False, got {value!r}")
         complete = {**defaults, **options}
         METHODS[method].check(complete)
         return cls(method, complete)
@@ -55,26 +54,15 @@ class ScalingConfig:
     def from_json(cls, stored: Mapping[str, Any]) -> ScalingConfig:
         return cls.create(stored["method"], **stored["options"])
 
-    @property
-    def needs(self) -> Needs:
-        """What must be known about a model to build the method."""
-        return METHODS[self.method].needs
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the method multiplies each skip by a fixed number and does nothing else."""
-        return METHODS[self.method].constant
-
     def build(self, sizes: Sequence[SkipSize], blocks: int = 0) -> Scaling:
         """The scaling of a model with these skips, outermost first, and this many residual blocks."""
-        more = {"blocks": blocks} if self.needs == "blocks" else {}
-        scaling = METHODS[self.method].build(sizes, **self.options, **more)
+        method = METHODS[self.method]
+        scaling = method.build(sizes, **self.options, **({"blocks": blocks} if method.needs == "blocks" else {}))
         scaling.config = self
         return scaling
 
     def __str__(self) -> str:
-        given = [(k, v) for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)]
-        shown = [f"{key}={value!r}" for key, value in given]
+        shown = [f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)]
         return f"{self.method}({', '.join(shown)})" if shown else self.method
 
 
@@ -84,12 +72,11 @@ class Method:
 
     build: Callable[..., Scaling]
     check: Callable[[Options], None] = lambda _: None
-    needs: Needs = "skips"
-    constant: bool = False
+    needs: Needs = "skips"  # what must be known about a model to build it
+    constant: bool = False  # it multiplies each skip by a fixed number and does nothing else
 
     @property
     def defaults(self) -> Options:
-        """The options with their default values."""
         parameters = list(inspect.signature(self.build).parameters.values())[1:]
         return {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
 
@@ -107,13 +94,11 @@ def _fixed(kappa: float) -> Method:
 
 def _check_kappa(options: Options) -> None:
     kappa, advice = options["kappa"], "the paper recommends 0.5 to 0.95"
-    if isinstance(kappa, bool) or not isinstance(kappa, (int, float)):
+    if not _is_number(kappa):
         raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; {advice}")
-    if 1 < kappa < math.inf:
-        if options["allow_amplify"]:
-            return
-        advice = "pass allow_amplify=True to use it as a control"
-    if not 0 < kappa <= 1:
+    amplifies = 1 < kappa < math.inf
+    if not 0 < kappa <= 1 and not (amplifies and options["allow_amplify"]):
+        advice = "pass allow_amplify=True to use it as a control" if amplifies else advice
         raise ValueError(f"scaling.kappa: must be in (0, 1], got {kappa}; {advice}")
 
 
@@ -123,7 +108,6 @@ def _check_learned(options: Options) -> None:
         if options[key] not in allowed:
             raise unknown_name(f"scaling.{key}", options[key], allowed)
     _check_count("reduction", options, "the paper uses 16")
-    _check_flag("shared", options)
     if options["start"] is not None:
         _check_number("start", options, 0, 1, "omit it to start at 1/2, or pass 0.95 to start near no scaling")
 
@@ -134,44 +118,33 @@ def _check_freeu(options: Options) -> None:
     _check_count("threshold", options, "FreeU uses 1")
 
 
-def _check_layernorm(options: Options) -> None:
-    _check_flag("affine", options)
-    _check_number("eps", options, 0, 1, "1e-6 is usual")
-
-
-def _check_flag(key: str, options: Options) -> None:
-    if not isinstance(options[key], bool):
-        raise TypeError(f"scaling.{key}: must be True or False, got {options[key]!r}")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_count(key: str, options: Options, advice: str) -> None:
-    value = options[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"scaling.{key}: must be an integer of at least 1, got {value!r}; {advice}")
+    if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
+        raise ValueError(f"scaling.{key}: must be an integer of at least 1, got {options[key]!r}; {advice}")
 
 
 def _check_number(key: str, options: Options, low: float, high: float, advice: str) -> None:
-    """Strictly between the bounds."""
-    value = options[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-        raise ValueError(f"scaling.{key}: must be a number between {low:g} and {high:g}, got {value!r}; {advice}")
+    if not _is_number(options[key]) or not low < options[key] < high:
+        raise ValueError(
+            f"scaling.{key}: must be a number between {low:g} and {high:g}, got {options[key]!r}; {advice}"
+        )
 
 
 METHODS: Mapping[str, Method] = {
     **{name: _fixed(kappa) for name, kappa in FIXED_METHODS.items()},
     **{name: _constant(rule) for name, rule in CONSTANT_METHODS.items()},
     "ls": Method(learned_scaling, _check_learned),
-    "mp_cat": Method(
-        MagnitudePreserving,
-        lambda options: _check_number("t", options, 0, 1, "EDM2 uses 0.5"),
-        needs="operands",
-    ),
-    "layernorm": Method(SkipLayerNorm, _check_layernorm),
+    "mp_cat": Method(MagnitudePreserving, lambda given: _check_number("t", given, 0, 1, "EDM2 uses 0.5"), "operands"),
+    "layernorm": Method(SkipLayerNorm, lambda given: _check_number("eps", given, 0, 1, "1e-6 is usual")),
     "freeu": Method(FreeU, _check_freeu, needs="operands"),
     "rezero": Method(lambda sizes, *, blocks: BlockScaling(sizes, blocks, None), needs="blocks"),
     "stable_tau": Method(
         lambda sizes, tau=0.1, *, blocks: BlockScaling(sizes, blocks, tau),
-        lambda options: _check_number("tau", options, 0, 10, "Table 3 of the paper uses 0.1 and 0.3"),
+        lambda given: _check_number("tau", given, 0, 10, "Table 3 of the paper uses 0.1 and 0.3"),
         needs="blocks",
     ),
 }

@@ -13,12 +13,12 @@ from torch import nn
 
 from scalelong.errors import unknown_name
 from scalelong.scaling.constant import Scaling
-from scalelong.scaling.registry import ScalingConfig
+from scalelong.scaling.registry import METHODS, ScalingConfig
+from scalelong.skips import hooks
 from scalelong.skips.example import as_call, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import attach, attached_skips, check_unscaled, detach, is_scaled, scaling_of
+from scalelong.skips.hooks import is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
-from scalelong.skips.state_dict_checks import check_unwrapped, reset_compiled
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
 from scalelong.skips.tracing.nesting import NoLongSkipsError
 from scalelong.skips.tracing.verify import measure_reach, verify
@@ -52,7 +52,6 @@ class Handle:
         return self.scaling.current()
 
     def remove(self) -> None:
-        """Undo `apply`."""
         remove(self.model)
 
     def __str__(self) -> str:
@@ -75,10 +74,9 @@ def apply(
     activation, axis, start); "mp_cat" (t), "layernorm" (affine, eps), "freeu" (s1, s2, b1, b2, threshold), "rezero",
     "stable_tau" (tau).
     example: arguments of the model's forward, as a tensor, a tuple, a dict or a pair (args, kwargs); required for classes
-    that are not in `known_families()`. Skips found with it are checked by `verify`: 2N + 3 runs of deep copies, most of them
-    with gradients.
-    placement: "before", as in the paper, scales the skip itself; "after_norm" scales behind a GroupNorm that would cancel
-    kappa, and the input of the shortcut, and is for constant methods.
+    that are not in `known_families()`. Skips found with it are checked by `verify`, in 2N + 3 runs of deep copies.
+    placement: "before", as in the paper, scales the skip itself; "after_norm", for constant methods, scales behind a
+    GroupNorm that would cancel kappa, and the input of the shortcut.
 
     >>> from diffusers import UNet1DModel
     >>> apply(UNet1DModel(), "cs", kappa=0.7)
@@ -91,28 +89,31 @@ def apply(
     """
     call = None if example is None else as_call(example)
     config = ScalingConfig.create(method, **options)
-    if isinstance(model, nn.Module):
-        check_unwrapped(model)
-        check_unscaled(model)
+    hooks.check_unscaled(model)
+    if placement not in ("before", "after_norm"):
+        raise unknown_name("placement", placement, ("before", "after_norm"))
+    if placement == "after_norm" and not METHODS[method].constant:
+        raise ValueError(f"placement: 'after_norm' is for constant methods, got {method!r}; use placement='before'")
     skips, detected = _find(model, call)
-    if placement != "before":
-        skips = _placed(model, skips, config, placement, call)
-    if config.needs == "operands":
+    if placement == "after_norm":
+        skips = after_norm(model, skips, call or generated_example(model))
+    if METHODS[method].needs == "operands":
         skips = _with_operands(model, skips, call)
-    branches = residual_branches(model) if config.needs == "blocks" else []
+    branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
     with torch.inference_mode(False):  # gates created in inference mode could not be trained
         scaling = config.build([skip.size for skip in skips], len(branches))
         _match(scaling, model)
-    if scaling.changes_main:
-        skips = _holding_both(model, skips, call, method)
-    attach(model, skips, scaling, branches)
+    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in skips):
+        found = detect_all(model, skips, call or generated_example(model))
+        skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
+    hooks.attach(model, skips, scaling, branches)
     if call is not None and (detected or placement != "before") and not is_meta(model):
         try:
             verify(model, example=call)
         except BaseException:
-            detach(model)
+            hooks.detach(model)
             raise
-    reset_compiled()
+    hooks.reset_compiled()
     write_config(model, to_json(model))
     return Handle(model, skips, config)
 
@@ -121,8 +122,8 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     """The long skips of a model, index 1 = outermost: where each is made and used, its size, and its reach.
 
     Models of known classes need no example. Any other model is run once on the example, given as `example=`, as for `apply`,
-    or as plain arguments. With an example the reach is measured: a deep copy of the model is run 3N + 1 times. The model, the
-    example and all random states are left unchanged.
+    or as plain arguments. With an example the reach is measured, in 3N + 1 runs of a deep copy. The model, the example and
+    all random states are left unchanged.
 
     >>> from diffusers import UNet1DModel
     >>> [(skip.index, skip.used_in) for skip in find_skips(UNet1DModel())]
@@ -139,8 +140,8 @@ def remove(model: nn.Module) -> None:
     >>> remove(handle.model)
     """
     scaling_of(model)
-    detach(model)
-    reset_compiled()
+    hooks.detach(model)
+    hooks.reset_compiled()
     write_config(model, None)
 
 
@@ -156,15 +157,11 @@ def coefficients(model: nn.Module) -> list[float]:
 
 def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
     """The skips, and whether they were traced rather than known."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
-    check_unwrapped(model)
+    hooks.check_unwrapped(model)
     skips, name = known_skips(model), type(model).__name__
     if skips is None and call is None:
-        raise ValueError(
-            f"model: the skips of this {name} are not known, and there is no example input to trace it with; pass one, "
-            f"find_skips(model, example=(x, t)) or apply(model, ..., example=(x, t)); known are {', '.join(known_families())}"
-        )
+        reason = f"the skips of this {name} are not known, and there is no example input to trace it with"
+        raise ValueError(f"model: {reason}; pass example=(x, t) or use one of {', '.join(known_families())}")
     if skips is not None and not skips:
         raise ValueError(f"model: this {name} has no long skip connections, so there is nothing to scale")
     if call is None:
@@ -172,8 +169,8 @@ def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
     plain = model
     if is_scaled(model):
         plain = copy.deepcopy(model)
-        detach(plain)
-    found = skips if skips is not None else detect(plain, call).skips()
+        hooks.detach(plain)
+    found = detect(plain, call).skips() if skips is None else skips
     reaches = measure_reach(plain, found, call)
     return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
@@ -182,77 +179,37 @@ def _match(scaling: Scaling, model: nn.Module) -> None:
     """Move the scaling to the mode of the model, and to the device and dtype of most of its weights."""
     scaling.train(model.training)
     weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            weights[parameter.device, parameter.dtype] += parameter.numel()
-    if weights:
-        (device, dtype), _ = weights.most_common(1)[0]
+    for parameter in (p for p in model.parameters() if p.is_floating_point()):
+        weights[parameter.device, parameter.dtype] += parameter.numel()
+    for (device, dtype), _ in weights.most_common(1):
         scaling.to(device=device, dtype=dtype)
-
-
-# ------------------------------------------------------------------------- methods and placements that need a traced run
-
-
-def _placed(
-    model: nn.Module, skips: list[LongSkip], config: ScalingConfig, placement: str, call: Call | None
-) -> list[LongSkip]:
-    if placement != "after_norm":
-        raise unknown_name("placement", placement, ("before", "after_norm"))
-    if not config.is_constant:
-        raise ValueError(
-            f"placement: 'after_norm' is for constant methods; {config.method!r} would not do the same behind the norm and "
-            "at the shortcut, use placement='before'"
-        )
-    return after_norm(model, skips, call or generated_example(model))
 
 
 def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
     """Fill in the width of what each skip is joined with, and its decoder stage."""
     if all(skip.size.main is not None for skip in skips):
         return skips
-    found = detect_all(model, skips, call or generated_example(model), "scaling.method: this method")
-    shapes = [found.trace.nodes[path.operand].shape for path in found.paths]
-    resolutions = [shape[2:] if len(shape) == 4 else None for shape in shapes]
-    stages = {size: at for at, size in enumerate(sorted({size for size in resolutions if size is not None}), start=1)}
-    filled = []
-    for skip, path, size in zip(skips, found.paths, resolutions, strict=True):
-        main = path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None
-        filled.append(replace(skip, size=replace(skip.size, main=main, stage=stages.get(size or (0, 0)))))
-    return filled
-
-
-def _holding_both(model: nn.Module, skips: list[LongSkip], call: Call | None, method: str) -> list[LongSkip]:
-    """Move the hooks to modules that receive both operands of the join."""
-    if all(isinstance(skip.slot, Fused) and skip.slot.main is not None for skip in skips):
-        return skips
-    found = detect(model, call or generated_example(model))
-    return [holding_both(found.trace, path, skip, method) for path, skip in zip(found.paths, skips, strict=True)]
+    found = detect_all(model, skips, call or generated_example(model))
+    resolutions = [shape[2:] if len(shape) == 4 else () for shape in found.operand_shapes()]
+    stages = {size: at for at, size in enumerate(sorted(set(resolutions) - {()}), start=1)}
+    mains = [path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None for path in found.paths]
+    known = zip(skips, mains, resolutions, strict=True)
+    return [replace(skip, size=replace(skip.size, main=main, stage=stages.get(at))) for skip, main, at in known]
 
 
 def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[tuple[int, ...] | None]:
     """The shape of each skip on this example where it is joined; None if it is not found."""
     try:
-        found = detect(model, call)
+        return [*detect_all(model, skips, call).operand_shapes()]
     except NoLongSkipsError:
         return [None] * len(skips)
-    if len(found.paths) != len(skips):
-        return [None] * len(skips)
-    return [found.trace.nodes[path.operand].shape for path in found.paths]
-
-
-# ------------------------------------------------------------------------------------------------------------- as JSON
-
-
-def placement_of(model: nn.Module) -> Placement:
-    """Where the scaling of a model acts."""
-    return "after_norm" if any(skip.after_norm for skip in attached_skips(model)) else "before"
 
 
 def to_json(model: nn.Module) -> dict[str, Any]:
     """The scaling of a model as it is stored next to weights; the default placement is omitted."""
-    scaling, placement = scaling_of(model), placement_of(model)
-    stored = {**scaling.config.to_json(), "num_skips": scaling.num_skips}
-    return stored if placement == "before" else {**stored, "placement": placement}
+    scaling = scaling_of(model)
+    placement = {"placement": "after_norm"} if any(skip.after_norm for skip in hooks.attached_skips(model)) else {}
+    return {**scaling.config.to_json(), "num_skips": scaling.num_skips, **placement}
 
 
 def write_config(model: Any, stored: dict[str, Any] | None) -> None:
@@ -261,6 +218,6 @@ def write_config(model: Any, stored: dict[str, Any] | None) -> None:
         return
     if stored is not None:
         model.register_to_config(**{CONFIG_KEY: stored})
-        return
-    entries = model._internal_dict
-    model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})
+    else:
+        entries = model._internal_dict
+        model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})

@@ -15,11 +15,7 @@ from scalelong.skips.long_skip import Call
 
 
 def as_call(example: Any) -> Call:
-    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs).
-
-    >>> as_call((1, 2)), as_call({"x": 1}), as_call(((1,), {"t": 2}))
-    (((1, 2), {}), ((), {'x': 1}), ((1,), {'t': 2}))
-    """
+    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs)."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -29,8 +25,7 @@ def as_call(example: Any) -> Call:
             return tuple(example[0]), dict(example[1])
         return tuple(example), {}
     raise TypeError(
-        f"example: must be a tensor, a tuple of arguments, a dict of them or a pair (args, kwargs), "
-        f"got {type(example).__name__}"
+        f"example: must be a tensor, a tuple, a dict or a pair (args, kwargs), got {type(example).__name__}"
     )
 
 
@@ -60,16 +55,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses (such as output classes)."""
     if isinstance(value, Tensor):
         yield value
-        return
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (tuple, list)):
-        items = value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
     elif hasattr(value, "__dataclass_fields__"):
-        items = (getattr(value, name) for name in value.__dataclass_fields__)
-    for item in items:
-        yield from tensors_in(item)
+        yield from tensors_in([getattr(value, name) for name in value.__dataclass_fields__])
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -78,7 +68,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def own_copy(call: Call, meta: bool = False) -> Call:
-    """A copy of the call's tensors, which a forward may modify in place; on the meta device if `meta`."""
+    """The call with copies of its tensors, which a forward may modify in place; on the meta device if `meta`."""
     args, kwargs = map_tensors(lambda tensor: tensor.to("meta") if meta else tensor.detach().clone(), call)
     return args, kwargs
 
@@ -90,10 +80,8 @@ def run_example(model: nn.Module, call: Call) -> Any:
         with uncompiled():
             return model(*args, **kwargs)
     except Exception as error:
-        raise ValueError(
-            f"example: the forward of {type(model).__name__} fails on it ({type(error).__name__}: {error}); "
-            "pass the arguments you would call the model with"
-        ) from error
+        failed = f"the forward of {type(model).__name__} fails on it ({type(error).__name__}: {error})"
+        raise ValueError(f"example: {failed}; pass the arguments you would call the model with") from error
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -110,20 +98,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
     mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state()
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if on_cuda else None
+    devices = range(torch.cuda.device_count()) if on_cuda else ()
     model.eval()
     try:
-        with torch.inference_mode(False):
+        with torch.random.fork_rng(devices), torch.inference_mode(False):
             yield
     finally:
         for module, training in modes:
             module.training = training
         for module, cls, values, owned in attributes:
             if type(module) is cls:  # not a lazy module that has been initialized
-                now = vars(module)
-                now.update({name: value for name, value in values.items() if name in now})
+                vars(module).update({name: value for name, value in values.items() if name in vars(module)})
                 module._buffers.update(owned)
         with torch.no_grad():
             for buffer, version, before in buffers:
@@ -131,6 +118,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)

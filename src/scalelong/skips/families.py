@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ from scalelong.skips.long_skip import Argument, Call, ChannelSlice, Fused, Item,
 
 Found = tuple[str, str, SkipSize, Reach, str, Slot]  # made_in, used_in, size, reach, consumer, slot
 Inputs = dict[str, Any]
+K_BLOCKS = {"KUpBlock2D", "KCrossAttnUpBlock2D"}  # join one skip per block and drop the others: such models are traced
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known about a model class."""
-
     skips: Callable[[Any], Iterator[Found]]  # innermost first
     example: Callable[[Any, _Random], Inputs] | None = None
     stages: tuple[str, ...] = ("down_blocks", "mid_block", "up_blocks")  # encoder, middle, decoder
@@ -32,7 +32,8 @@ class Family:
 
 def known_family(model: nn.Module) -> Family | None:
     """The entry of the model's class or of a base class."""
-    if _has_k_blocks(model):
+    blocks = getattr(model, "up_blocks", None)
+    if isinstance(blocks, nn.ModuleList) and {type(block).__name__ for block in blocks} & K_BLOCKS:
         return None
     names = (f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(model).__mro__)
     return next((FAMILIES[name] for name in names if name in FAMILIES), None)
@@ -56,28 +57,17 @@ def known_skips(model: nn.Module) -> list[LongSkip] | None:
 
 
 def generated_example(model: nn.Module, full_size: bool = False) -> Call:
-    """Random inputs for models of the most common classes; ValueError for others.
-
-    full_size: images at the model's native resolution rather than the smallest possible.
-    """
+    """Random inputs for models of the most common classes, of the native or the smallest possible size."""
     family = known_family(model)
     if family is None or family.example is None:
-        known = ", ".join(name for name in known_families() if FAMILIES[name].example)
-        raise ValueError(
-            f"example: none was given, and none can be generated for a {type(model).__name__}; pass the arguments you would "
-            f"call the model with (generated for {known})"
-        )
+        none = f"example: none was given, and none can be generated for a {type(model).__name__}"
+        raise ValueError(f"{none}; pass the arguments you would call the model with")
     weight = next(model.parameters())
     return (), family.example(model, _Random(weight.device, weight.dtype, full_size))
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of other models, the items of their lists.
-
-    >>> from diffusers import UNet1DModel
-    >>> stages(UNet1DModel())
-    ['down_blocks.0', 'down_blocks.1', 'down_blocks.2', 'mid_block', 'up_blocks.0', 'up_blocks.1', 'up_blocks.2']
-    """
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists."""
     family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
     if family is not None:
         groups: Sequence[str] = [name for name in family.stages if name in modules]
@@ -91,8 +81,7 @@ def stages(model: nn.Module) -> list[str]:
         found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
     if not found:
         raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks=[names], for example from "
-            f"{list(children)}"
+            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
         )
     return found
 
@@ -101,58 +90,40 @@ def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
     """For each block in order, the modules whose outputs are added to the residual stream; ValueError if not known."""
     family = known_family(model)
     if family is None or not family.branches:
-        raise ValueError(
-            f"scaling.method: the controls that scale block outputs know the blocks of scalelong.UViT, not those of "
-            f"{type(model).__name__}; choose a method that scales skips"
-        )
+        raise ValueError(f"scaling.method: this method is only for scalelong.UViT, got {type(model).__name__}")
     return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
 
-
-# ------------------------------------------------------------------------------------------------- diffusers and MONAI
 
 TUPLE = Argument(1, "res_hidden_states_tuple")
 LIST = Argument(1, "res_hidden_states_list")
 
 
-def _unet(argument: Argument) -> Callable[[Any], Iterator[Found]]:
+def _unet(model: Any, argument: Argument = TUPLE) -> Iterator[Found]:
     """UNets whose up blocks receive a tuple of skips and take them from its end, one per ResNet block."""
-
-    def skips(model: Any) -> Iterator[Found]:
-        made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
-        for b, block in enumerate(model.down_blocks):
-            made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
-        last = model.down_blocks[-1].resnets[-1]
-        hidden = getattr(last, "spatial_res_block", last).out_channels
-        for b, block in enumerate(model.up_blocks):
-            consumer = f"up_blocks.{b}"
-            for r, resnet in enumerate(block.resnets):
-                core = getattr(resnet, "spatial_res_block", resnet)
-                size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
-                yield made.pop(), f"{consumer}.resnets.{r}", size, reach, consumer, Item(argument, -1 - r)
-                hidden = core.out_channels
-
-    return skips
+    made = ["conv_in" if not hasattr(model, "transformer_in") else "transformer_in"]
+    for b, block in enumerate(model.down_blocks):
+        made += [f"down_blocks.{b}{name}" for name in _down_outputs(block)]
+    last = model.down_blocks[-1].resnets[-1]
+    hidden = getattr(last, "spatial_res_block", last).out_channels
+    for b, block in enumerate(model.up_blocks):
+        for r, resnet in enumerate(block.resnets):
+            core = getattr(resnet, "spatial_res_block", resnet)
+            size, reach = SkipSize(core.norm1.num_channels - hidden), _reach(core.norm1, hidden)
+            yield made.pop(), f"up_blocks.{b}.resnets.{r}", size, reach, f"up_blocks.{b}", Item(argument, -1 - r)
+            hidden = core.out_channels
 
 
 def _down_outputs(block: Any) -> list[str]:
     """The modules of a down block whose outputs are skips, in order: the last of each layer, then the downsampler."""
-    outputs = [f".{name}" for name in _layer_outputs(block)]
     names = {"resnet_down": "", "downsamplers": ".downsamplers.0", "downsampler": ".downsampler"}  # resnet_down: NCSN++
-    return outputs + [names[name] for name in names if getattr(block, name, None) is not None][:1]
+    last = [names[name] for name in names if getattr(block, name, None) is not None][:1]
+    return [f".{name}" for name in _layer_outputs(block)] + last
 
 
 def _layer_outputs(block: Any) -> list[str]:
     order = ("temp_attentions", "motion_modules", "attentions", "temp_convs", "resnets")
     last = next(name for name in order if getattr(block, name, None) is not None)
     return [f"{last}.{i}" for i in range(len(block.resnets))]
-
-
-def _has_k_blocks(model: Any) -> bool:
-    """The K-upscaler's blocks join one skip per block and drop the others: those models are traced."""
-    blocks = getattr(model, "up_blocks", None)
-    if not isinstance(blocks, nn.ModuleList):
-        return False
-    return any(type(block).__name__ in ("KUpBlock2D", "KCrossAttnUpBlock2D") for block in blocks)
 
 
 def _reach(norm: Any, hidden: int) -> Reach:
@@ -227,9 +198,6 @@ def _unidiffuser(model: Any) -> Iterator[Found]:
     yield from _u_transformer(model.transformer, "transformer.", tokens)
 
 
-# -------------------------------------------------------------------------------------------------------- this package
-
-
 def _uvit(model: Any) -> Iterator[Found]:
     """x Wx + kappa * (s Ws), without a concatenation."""
     blocks = len(model.out_blocks)
@@ -245,9 +213,6 @@ def _matrix_unet(model: Any) -> Iterator[Found]:
     """Eq. 3: inner + kappa * skip."""
     for b in reversed(range(len(model.joins))):
         yield f"a.{b}", f"joins.{b}", SkipSize(model.width), "full", f"joins.{b}", Fused(Argument(1, "skip"))
-
-
-# ------------------------------------------------------------------------------------------------------ example inputs
 
 
 class _Random:
@@ -306,25 +271,25 @@ def _uvit_inputs(model: Any, random: _Random) -> Inputs:
     return inputs
 
 
-# ----------------------------------------------------------------------------------------------------------- the table
-
 _GUIDED_DIFFUSION = ("input_blocks", "middle_block", "output_blocks")  # stages of many models that are not in the table
 _TRANSFORMER = ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks")
 
 FAMILIES: dict[str, Family] = {
-    "diffusers.UNet2DModel": Family(_unet(TUPLE), _unet2d_inputs),
-    "diffusers.UNet2DConditionModel": Family(_unet(TUPLE), _unet2d_condition_inputs),
-    "diffusers.UNet3DConditionModel": Family(_unet(TUPLE)),
-    "diffusers.UNetSpatioTemporalConditionModel": Family(_unet(TUPLE)),
-    "diffusers.UNetMotionModel": Family(_unet(TUPLE)),
-    "diffusers.I2VGenXLUNet": Family(_unet(TUPLE)),
+    "diffusers.UNet2DModel": Family(_unet, _unet2d_inputs),
+    "diffusers.UNet2DConditionModel": Family(_unet, _unet2d_condition_inputs),
+    "diffusers.UNet3DConditionModel": Family(_unet),
+    "diffusers.UNetSpatioTemporalConditionModel": Family(_unet),
+    "diffusers.UNetMotionModel": Family(_unet),
+    "diffusers.I2VGenXLUNet": Family(_unet),
     "diffusers.UNet1DModel": Family(_unet_1d, _unet1d_inputs),
     "diffusers.Kandinsky3UNet": Family(_kandinsky3),
     "diffusers.StableCascadeUNet": Family(_stable_cascade),
     "diffusers.HunyuanDiT2DModel": Family(_hunyuan_dit, stages=("blocks",)),
     "diffusers.UTransformer2DModel": Family(_u_transformer, _u_transformer_inputs, _TRANSFORMER),
     "diffusers.UniDiffuserModel": Family(_unidiffuser, stages=tuple(f"transformer.{name}" for name in _TRANSFORMER)),
-    "monai.DiffusionModelUNet": Family(_unet(LIST), stages=("down_blocks", "middle_block", "up_blocks")),
+    "monai.DiffusionModelUNet": Family(
+        partial(_unet, argument=LIST), stages=("down_blocks", "middle_block", "up_blocks")
+    ),
     "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
     "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }

@@ -1,8 +1,8 @@
 """Fold constant coefficients into the weights behind the skips, so that scaling costs nothing and no hooks remain.
 
-Exact where a linear layer or convolution acts directly on the concatenated skip: its input columns are multiplied by kappa_i.
-A GroupNorm over whole groups of skip channels cancels kappa_i up to its eps, so then only the shortcut's columns change. The
-hooked and the folded model, its weights rounded as they will be stored, are compared skip by skip; a deviation is refused.
+Exact where a linear layer or convolution acts on the concatenated skip: its input columns are multiplied by kappa_i. A
+GroupNorm over whole groups of skip channels cancels kappa_i up to its eps: then only the shortcut's columns change. The
+hooked and the folded model are compared skip by skip; a deviation is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.attach import remove
-from scalelong.skips.example import is_meta, merge_example, own_copy, run_example, tensors_in, undisturbed
+from scalelong.skips.example import is_meta, merge_example, undisturbed
 from scalelong.skips.families import generated_example
-from scalelong.skips.hooks import attached_skips, replace_scaling, scaling_of
+from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
 from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import Node, Trace
-from scalelong.skips.tracing.verify import comparable_copies, detect_unhooked
+from scalelong.skips.tracing.verify import Copies, run
 
 POSITIVELY_HOMOGENEOUS = frozenset({  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "clone", "contiguous", "to", "type", "type_as", "float"),
@@ -31,8 +31,10 @@ POSITIVELY_HOMOGENEOUS = frozenset({  # f(kappa x) = kappa f(x) for kappa > 0, c
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "movedim", "reshape", "view", "flatten", "neg", "detach"),
 })  # fmt: skip
 CANCELS = frozenset({"group_norm", "instance_norm"})
-LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-TRANSPOSED = frozenset({"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
+INPUT_DIM = {  # dimension of a layer's weight that its input channels index
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), 1),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class Columns:
     size: int
 
     def scale(self, model: nn.Module, factor: float, dtype: torch.dtype) -> None:
-        """Multiply them by the factor, rounded to `dtype`."""
         part = model.get_parameter(self.weight).narrow(self.dim, self.start, self.size)
         with torch.no_grad():
             part.copy_(part.to(dtype) * factor)
@@ -55,9 +56,8 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     """Multiply the weights behind the skips by the coefficients and remove the hooks; returns the names of those weights.
 
     The example is given as `example=`, as for `apply`, or as plain arguments; the most common known classes need none. If
-    the folded model deviates from the scaled one by more than `tolerance` (relative to the largest output), nothing is
-    changed and a ValueError is raised. Both run in double precision if their forward supports it. The default tolerance is
-    1e-6, or the epsilon of the weights' dtype if that is larger: 0.001 for float16, 0.008 for bfloat16.
+    the folded model deviates from the scaled one by more than `tolerance` (relative to the largest output; by default 1e-6
+    or, if larger, the epsilon of the weights' dtype), nothing is changed and a ValueError is raised.
 
     >>> import scalelong
     >>> model = scalelong.UViT(scalelong.UViTConfig(image_size=8, patch_size=2, dim=16, depth=4, heads=2))
@@ -67,16 +67,13 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     """
     scaling = scaling_of(model)
     if not isinstance(scaling, ConstantScaling):
-        raise ValueError(
-            f"fold: {scaling.config} does not multiply each skip by a fixed number, so weights cannot replace it; only the "
-            "constant methods can be folded"
-        )
+        raise ValueError(f"fold: {scaling.config} does not multiply each skip by a fixed number; keep the hooks")
     if is_meta(model):
         raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")
     call = merge_example(example, args, kwargs) or generated_example(model)
     changes = list(_checked_changes(model, scaling.values, call, tolerance))
     for columns, factor in changes:
-        columns.scale(model, factor, _dtype(model, columns))
+        columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
     remove(model)
     return list(dict.fromkeys(columns.weight for columns, _ in changes))
 
@@ -85,71 +82,47 @@ def _checked_changes(
     model: nn.Module, values: tuple[float, ...], call: Call, tolerance: float | None
 ) -> Iterator[tuple[Columns, float]]:
     """The columns to scale; after each skip, a copy folded up to it is compared with one whose hooks are on up to it."""
-    skips = attached_skips(model)
     with undisturbed(model):
-        hooked, plain, call, _ = comparable_copies(model, call)
-        test = ConstantScaling([1.0] * len(skips))
-        replace_scaling(hooked, test)
-        found = detect_unhooked(plain, skips, call)
-        allowed = 1e-6 if tolerance is None else tolerance
-        for skip, path, kappa in zip(skips, found.paths, values, strict=True):
+        copies, allowed = Copies(model, call), 1e-6 if tolerance is None else tolerance
+        plain = copies.plain
+        for (skip, path), kappa in zip(copies.skips, values, strict=True):
             if kappa == 1.0:
                 continue
-            columns = _columns_after_norm(plain, skip) if skip.after_norm else _columns(plain, found.trace, path, skip)
+            columns = _columns_after_norm(plain, skip) if skip.after_norm else _columns(plain, copies.trace, path, skip)
             for each in columns:
-                dtype = _dtype(model, each)
+                dtype = model.get_parameter(each.weight).dtype  # rounded as it will be stored
                 each.scale(plain, kappa, dtype)
                 allowed = max(allowed, torch.finfo(dtype).eps) if tolerance is None else tolerance
-            test.values = tuple(value if i <= skip.index else 1.0 for i, value in enumerate(values, start=1))
-            _compare(_output(hooked, call), _output(plain, call), skip, kappa, allowed)
+            copies.scaling.values = tuple(value if i <= skip.index else 1.0 for i, value in enumerate(values, start=1))
+            expected, folded = (run(each, copies.call, gradients=False) for each in (copies.hooked, plain))
+            _compare(expected["outputs"][0].double(), folded["outputs"][0].double(), skip, kappa, allowed)
             yield from ((each, kappa) for each in columns)
-
-
-def _dtype(model: nn.Module, columns: Columns) -> torch.dtype:
-    return model.get_parameter(columns.weight).dtype
-
-
-def _output(model: nn.Module, call: Call) -> Tensor:
-    with undisturbed(model), torch.no_grad():
-        torch.manual_seed(0)
-        result = run_example(model, own_copy(call))
-        return torch.cat([t.double().flatten() for t in tensors_in(result) if t.is_floating_point()])
 
 
 def _compare(expected: Tensor, folded: Tensor, skip: LongSkip, kappa: float, tolerance: float) -> None:
     deviation = float((folded - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
     if deviation <= tolerance:
         return
-    cause, remedy = "the layers in between are not linear in kappa", ""
-    if skip.reach == "shortcut":
-        cause = "the GroupNorm in between cancels kappa up to its eps"
-    elif skip.reach == "partial":
-        cause = "the GroupNorm in between has groups of both hidden and skip channels, which do not cancel kappa"
-    if skip.reach in ("shortcut", "partial") and not skip.after_norm:  # another network, but exact
-        remedy = "train with placement='after_norm', which folds exactly, "
-    raise ValueError(
-        f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in}) with kappa {kappa:.4g} would deviate by "
-        f"{deviation:.1e}, more than tolerance={tolerance:.1e}: {cause}; {remedy}keep the hooks, or pass a larger tolerance"
-    )
+    causes = {
+        "shortcut": "the GroupNorm in between cancels kappa up to its eps",
+        "partial": "the GroupNorm in between has groups of both hidden and skip channels",
+    }
+    cause = causes.get(skip.reach, "the layers in between are not linear in kappa")
+    exact = skip.reach in causes and not skip.after_norm  # with the other placement, which is another network
+    remedy = "train with placement='after_norm', which folds exactly, " if exact else ""
+    deviates = f"kappa {kappa:.4g} would deviate by {deviation:.1e}, more than tolerance={tolerance:.1e}: {cause}"
+    raise _refusal(skip, f"{deviates}; {remedy}keep the hooks, or pass a larger tolerance")
 
 
-# ------------------------------------------------------------------------------------------- which columns a skip reaches
-
-
-class _NotExact(Exception):  # noqa: N818
-    """Why weights cannot replace a coefficient."""
+def _refusal(skip: LongSkip, reason: str) -> ValueError:
+    return ValueError(f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in}): {reason}")
 
 
 def _columns(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSkip) -> list[Columns]:
-    where = f"fold: skip {skip.index} ({skip.made_in} -> {skip.used_in})"
-    columns: dict[Columns, None] = {}
-    for each in (path, *path.earlier):
-        try:
-            columns.update(dict.fromkeys(_columns_behind(model, trace, each, skip, 1 + len(path.earlier))))
-        except _NotExact as reason:
-            raise ValueError(f"{where}: {reason}, so weights cannot replace kappa; keep the hooks") from None
+    paths = (path, *path.earlier)
+    columns = dict.fromkeys(each for one in paths for each in _columns_behind(model, trace, one, skip, len(paths)))
     if not columns:
-        raise ValueError(f"{where}: no weights are found behind it; keep the hooks")
+        raise _refusal(skip, "no weights are found behind it; keep the hooks")
     return list(columns)
 
 
@@ -159,7 +132,7 @@ def _columns_after_norm(model: nn.Module, skip: LongSkip) -> list[Columns]:
     for name, slot in skip.hook_points:
         if isinstance(slot, OutputChannels):
             if getattr(model.get_submodule(name), "weight", None) is None:
-                raise ValueError(f"fold: skip {skip.index}: {name} has no weights to fold kappa into; keep the hooks")
+                raise _refusal(skip, f"{name} has no weights to fold kappa into; keep the hooks")
             columns += [Columns(f"{name}.{key}", 0, slot.start, slot.channels) for key in ("weight", "bias")]
         elif isinstance(slot, ChannelSlice):
             columns.append(Columns(f"{name}.weight", 1, slot.start, slot.channels))
@@ -173,25 +146,25 @@ def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSk
         width = model.get_parameter(join.weight).shape[1]
         yield Columns(join.weight, 1, width - skip.size.channels, skip.size.channels)
         return
-    if path.kind != "cat":
-        raise _NotExact(f"it is joined by {path.kind}, and the layers behind see it mixed with the hidden state")
+    if path.op.kind != "cat":
+        raise _refusal(skip, f"it is joined by {path.op.kind}, which mixes it with the hidden state; keep the hooks")
     seen = [path.join]
     for node in seen:
         for child in (trace.nodes[index] for index in trace.children[node]):
             if child.weight is not None:
-                _check_layer(model, trace, child, child.weight, times)
-                yield Columns(child.weight, 0 if child.name in TRANSPOSED else 1, *path.op.channels(path.position))
+                if trouble := _trouble_of_layer(model, trace, child, child.weight, times):
+                    raise _refusal(skip, f"{child.weight} is {trouble}, so it cannot replace kappa; keep the hooks")
+                yield Columns(child.weight, INPUT_DIM[child.name], *path.op.channels(path.position))
             elif child.name in POSITIVELY_HOMOGENEOUS:
                 seen += [child.index] if child.index not in seen else []
             elif child.name not in CANCELS:
-                raise _NotExact(f"it passes through {child.name} on the way to the weights")
+                raise _refusal(skip, f"it passes through {child.name} on the way to the weights; keep the hooks")
 
 
-def _check_layer(model: nn.Module, trace: Trace, node: Node, weight: str, times: int) -> None:
+def _trouble_of_layer(model: nn.Module, trace: Trace, node: Node, weight: str, times: int) -> str | None:
     uses = sum(other.weight == weight for other in trace.nodes)
     if uses != times:
-        raise _NotExact(f"{weight} is used {uses} times in one forward, not only on this skip")
+        return f"used {uses} times in one forward, not only on this skip"
     if getattr(model.get_submodule(weight.rpartition(".")[0]), "groups", 1) != 1:
-        raise _NotExact(f"{weight} is a grouped convolution")
-    if node.name not in LAYERS | TRANSPOSED:
-        raise _NotExact(f"{weight} is used by {node.name}, not by a linear layer or convolution")
+        return "a grouped convolution"
+    return None if node.name in INPUT_DIM else f"used by {node.name}, not by a linear layer or convolution"

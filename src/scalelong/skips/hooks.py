@@ -1,83 +1,60 @@
-"""Hooks that scale: a forward-pre-hook on each consumer scales the skip on its way in.
+"""The scaling on a model: attach and detach it, and check what is done to a scaled model (wrappers, state dicts).
 
-Hooks are module-level functions and their data is an attribute of the hooked module, so deep copies, pickles and compiled
-graphs are independent of the original. The scaling itself is registered once, at the root, as `model.scalelong`.
+A forward-pre-hook on each consumer scales the skip on its way in. The scaling is registered once, as `model.scalelong`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from scalelong.scaling.constant import Scaling
-from scalelong.skips.long_skip import Call, LongSkip, OutputChannels, Slot
-from scalelong.skips.state_dict_checks import ROOT_NAME, check_state_dict, restore_constants, wrapper_of
+from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputChannels, scale_inputs, scale_output
 
-_ATTACHMENT = "_scalelong_attachment"
+ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict
 _SKIPS = "_scalelong_skips"
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """Data of a hooked module: the scaling of the whole model, and the skips that pass through this module."""
-
-    scaling: Scaling
-    inputs: tuple[tuple[int, Slot], ...] = ()
-    outputs: tuple[tuple[int, OutputChannels], ...] = ()
-    block: int | None = None  # the residual block that this module is a branch of
-
-
-def scale_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Forward-pre-hook of a consumer."""
-    attachment: Attachment = getattr(module, _ATTACHMENT)
-    call = (args, kwargs)
-    for index, slot in attachment.inputs:
-        call = slot.scale(call, index, attachment.scaling)
-    return call
-
-
-def scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
-    """Forward hook of a normalization (placement="after_norm") or of a residual branch."""
-    attachment: Attachment = getattr(module, _ATTACHMENT)
-    for index, channels in attachment.outputs:
-        output = channels.scale_output(output, index, attachment.scaling)
-    return output if attachment.block is None else attachment.scaling.scale_branch(attachment.block, output)
+_WRAPPERS = {
+    "OptimizedModule": "torch.compile",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DDP",
+    "FullyShardedDataParallel": "FSDP",
+    "PeftModel": "get_peft_model",
+}
 
 
 def attach(
     model: nn.Module, skips: Sequence[LongSkip], scaling: Scaling, branches: Sequence[tuple[str, ...]] = ()
 ) -> None:
     """Hook all consumers and residual branches (module names per block), and register the scaling at the root."""
-    points = [(name, skip.index, slot) for skip in skips for name, slot in skip.hook_points]
-    for name in dict.fromkeys(name for name, _, _ in points):
-        here = [(index, slot) for other, index, slot in points if other == name]
-        inputs = tuple((index, slot) for index, slot in here if not isinstance(slot, OutputChannels))
-        outputs = tuple((index, slot) for index, slot in here if isinstance(slot, OutputChannels))
-        _hook(model.get_submodule(name), Attachment(scaling, inputs, outputs))
-    for block, names in enumerate(branches):
-        for name in names:
-            _hook(model.get_submodule(name), Attachment(scaling, block=block))
+    attachments = {name: Attachment(scaling, block=block) for block, names in enumerate(branches) for name in names}
+    for skip, (name, slot) in ((each, point) for each in skips for point in each.hook_points):
+        here = attachments.get(name, Attachment(scaling))
+        if isinstance(slot, OutputChannels):
+            attachments[name] = replace(here, outputs=(*here.outputs, (skip.index, slot)))
+        else:
+            attachments[name] = replace(here, inputs=(*here.inputs, (skip.index, slot)))
+    for name, here in attachments.items():
+        module = model.get_submodule(name)
+        object.__setattr__(module, ATTACHMENT, here)
+        if here.inputs:
+            module.register_forward_pre_hook(scale_inputs, with_kwargs=True)
+        if here.outputs or here.block is not None:
+            module.register_forward_hook(scale_output)
     model.add_module(ROOT_NAME, scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
 
 
-def _hook(module: nn.Module, attachment: Attachment) -> None:
-    object.__setattr__(module, _ATTACHMENT, attachment)
-    if attachment.inputs:
-        module.register_forward_pre_hook(scale_inputs, with_kwargs=True)
-    if attachment.outputs or attachment.block is not None:
-        module.register_forward_hook(scale_output)
-
-
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
     for module in _hooked(model):
-        delattr(module, _ATTACHMENT)
+        delattr(module, ATTACHMENT)
         for key in _drop(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         _drop(module._forward_hooks, scale_output)
@@ -96,18 +73,17 @@ def _drop(hooks: dict[int, Any], function: Any) -> list[int]:
 
 
 def _hooked(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in list(model.modules()) if _ATTACHMENT in module.__dict__)
+    return (module for module in list(model.modules()) if ATTACHMENT in module.__dict__)
 
 
 def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
     """Exchange the scaling behind the hooks of a model; used on copies, to check the hooks themselves."""
     for module in _hooked(model):
-        object.__setattr__(module, _ATTACHMENT, replace(getattr(module, _ATTACHMENT), scaling=scaling))
+        object.__setattr__(module, ATTACHMENT, replace(getattr(module, ATTACHMENT), scaling=scaling))
     model.add_module(ROOT_NAME, scaling)
 
 
 def attached_skips(model: nn.Module) -> list[LongSkip]:
-    """The skips that are scaled."""
     return list(getattr(model, _SKIPS))
 
 
@@ -137,14 +113,87 @@ def scaling_of(model: nn.Module) -> Scaling:
 
 def check_unscaled(model: nn.Module) -> None:
     """Raise if the model is scaled already or cannot hold a scaling."""
+    check_unwrapped(model)
     if any(True for _ in _hooked(model)):
-        raise ValueError(
-            f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) before applying another"
-        )
+        raise ValueError(f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) first")
     if hasattr(model, ROOT_NAME):
         raise ValueError(f"model: it has an attribute {ROOT_NAME!r} of its own, where the gates would be stored")
     if isinstance(model, nn.Sequential):
-        raise TypeError(
-            f"model: a {type(model).__name__} runs all its children as layers, including the gates stored in it; make it an "
-            "attribute of a module whose forward calls it, and scale that module"
-        )
+        name = type(model).__name__
+        raise TypeError(f"model: a {name} would run the gates as a layer; make it an attribute of a module, scale that")
+
+
+def wrapper_of(model: nn.Module) -> str | None:
+    return next((_WRAPPERS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse wrappers: hooks added after compiling or wrapping do not run or are not seen."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
+    if wrapper := wrapper_of(model):
+        raise TypeError(f"model: apply scalelong before {wrapper}, to the module inside it, got {type(model).__name__}")
+
+
+def reset_compiled() -> None:
+    """Drop compiled code, which ignores hooks that are added later; the next call compiles anew."""
+    if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
+        torch.compiler.reset()
+
+
+def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
+    """Load-state-dict pre-hook: refuse weights that were trained with another scaling, before anything is loaded."""
+    scaling = model._modules[ROOT_NAME]
+    if not isinstance(scaling, Scaling):
+        return
+    here = f"{prefix}{ROOT_NAME}."
+    given = {key.removeprefix(here): value for key, value in state_dict.items() if key.startswith(here)}
+    expected, remedy = scaling.state_dict(), "apply the scaling they were trained with first"
+    if not given:
+        _handle_missing(model, scaling, state_dict, prefix)
+        return
+    if given.keys() != expected.keys():
+        saved = f"{sorted(given)} rather than {sorted(expected)}"
+        raise ValueError(f"state_dict.{here}*: saved with another scaling than {scaling.config}: {saved}; {remedy}")
+    for key, value in expected.items():
+        if given[key].shape != value.shape:
+            fit = f"shape {tuple(given[key].shape)} does not fit {tuple(value.shape)} of {scaling.config}"
+            raise ValueError(f"state_dict.{here}{key}: {fit} on {scaling.num_skips} skips; {remedy}")
+    for key, value in _constants(scaling).items():
+        theirs = value if given[key].is_meta else given[key].float().cpu()
+        if not torch.allclose(theirs, value, rtol=1e-2, atol=1e-6):  # they may be rounded to half precision
+            trained, applied = ([round(number, 4) for number in each.flatten().tolist()] for each in (theirs, value))
+            numbers = f"the weights were trained with {trained}, the model applies {applied}"
+            raise ValueError(f"state_dict.{here}{key}: {numbers}; {remedy}")
+
+
+def restore_constants(model: nn.Module, *_: Any) -> None:
+    """State-dict pre-hook: refill buffers that `to_empty` left uninitialized."""
+    scaling = model._modules[ROOT_NAME]
+    if not isinstance(scaling, Scaling):
+        return
+    for key, value in _constants(scaling).items():
+        buffer = scaling.get_buffer(key)
+        if type(buffer) is Tensor and not buffer.is_inference():
+            buffer.copy_(value)
+
+
+def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
+    """Weights without a scaling: whole models raise for gates and warn for constants, parts of a model pass."""
+    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{ROOT_NAME}."))
+    has_gates = any(True for _ in scaling.parameters())
+    if complete and has_gates:
+        lacking = f"state_dict.{prefix}{ROOT_NAME}.*: the weights contain no gates for {scaling.config}"
+        raise ValueError(f"{lacking}; to start from them, load the weights before scalelong.apply")
+    if complete:
+        lacking = f"the loaded weights have no scaling (no {prefix}{ROOT_NAME}.*)"
+        warnings.warn(f"{lacking}, they were trained without; the model keeps {scaling.config}", stacklevel=5)
+    if not has_gates:
+        for key, value in _constants(scaling).items():
+            own = scaling.get_buffer(key)
+            state_dict[f"{prefix}{ROOT_NAME}.{key}"] = value if own.is_meta else value.to(own)
+
+
+def _constants(scaling: Scaling) -> dict[str, Tensor]:
+    """The numbers a scaling computes with, whatever its buffers contain."""
+    return {key: torch.tensor(v, dtype=torch.float32, device="cpu") for key, v in scaling.constants.items()}

@@ -1,30 +1,23 @@
-"""A long skip and the slot of a module call that carries it.
+"""A long skip, the slot of a module call that carries it, and the hooks that scale it there.
 
-The consumer of a skip is the module whose call brings it into the decoder. A `Slot` says where in that call the skip is, and
-scales it there.
+The consumer of a skip is the module whose call brings it into the decoder; a `Slot` says where in that call the skip is.
+Hooks are module-level functions, their data an attribute of the hooked module: copies and pickles are independent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scalelong.scaling.constant import Scaling, SkipSize
 
 Reach = Literal["full", "partial", "shortcut", "none", "unknown"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Slot(Protocol):
-    """Where in its consumer's call a skip is."""
-
-    def scale(self, call: Call, index: int, scaling: Scaling) -> Call:
-        """The call with skip `index` scaled."""
-        ...
+ATTACHMENT = "_scalelong_attachment"  # attribute of a hooked module
 
 
 @dataclass(frozen=True)
@@ -80,13 +73,10 @@ class ChannelSlice:
         joined: Tensor = self.argument.get(call)
         width = joined.shape[self.dim]
         if self.total is not None and width != self.total:
-            raise ValueError(
-                f"skip {index}: its consumer received {width} channels, not the {self.total} that contain the skip; this "
-                "call takes another path through the model than the example did, find the skips with such an example"
-            )
-        before, skip, after = _split(joined, self.start % width, self.channels, self.dim)
-        parts = [scaling.scale_main(index, before), scaling(index, skip), scaling.scale_main(index, after)]
-        return self.argument.put(call, torch.cat([part for part in parts if part.shape[self.dim]], dim=self.dim))
+            given = f"its consumer received {width} channels, not the {self.total} that contain the skip"
+            raise ValueError(f"skip {index}: {given}; use an example that takes the same path through the model")
+        start = self.start % width
+        return self.argument.put(call, _scale_slice(joined, start, self.channels, self.dim, index, scaling))
 
 
 @dataclass(frozen=True)
@@ -113,15 +103,44 @@ class OutputChannels:
     channels: int
 
     def scale_output(self, output: Tensor, index: int, scaling: Scaling) -> Tensor:
-        before, skip, after = _split(output, self.start, self.channels, 1)
-        return torch.cat([part for part in (before, scaling(index, skip), after) if part.shape[1]], dim=1)
+        return _scale_slice(output, self.start, self.channels, 1, index, scaling)
 
 
-def _split(tensor: Tensor, start: int, size: int, dim: int) -> tuple[Tensor, ...]:
-    return torch.split(tensor, [start, size, tensor.shape[dim] - start - size], dim=dim)
+def _scale_slice(joined: Tensor, start: int, size: int, dim: int, index: int, scaling: Scaling) -> Tensor:
+    before, skip, after = torch.split(joined, [start, size, joined.shape[dim] - start - size], dim=dim)
+    parts = [scaling.scale_main(index, before), scaling(index, skip), scaling.scale_main(index, after)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim=dim)
 
 
+Slot = Argument | Item | ChannelSlice | Fused  # where in its consumer's call a skip is
 HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules to hook, with the skip's slot
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Data of a hooked module: the scaling of the whole model, and the skips that pass through this module."""
+
+    scaling: Scaling
+    inputs: tuple[tuple[int, Slot], ...] = ()
+    outputs: tuple[tuple[int, OutputChannels], ...] = ()
+    block: int | None = None  # the residual block that this module is a branch of
+
+
+def scale_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Forward-pre-hook of a consumer."""
+    attachment: Attachment = getattr(module, ATTACHMENT)
+    call = (args, kwargs)
+    for index, slot in attachment.inputs:
+        call = slot.scale(call, index, attachment.scaling)
+    return call
+
+
+def scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+    """Forward hook of a normalization (placement="after_norm") or of a residual branch."""
+    attachment: Attachment = getattr(module, ATTACHMENT)
+    for index, channels in attachment.outputs:
+        output = channels.scale_output(output, index, attachment.scaling)
+    return output if attachment.block is None else attachment.scaling.scale_branch(attachment.block, output)
 
 
 @dataclass(frozen=True)
@@ -146,7 +165,6 @@ class LongSkip:
 
     @property
     def hook_points(self) -> HookPoints:
-        """The modules that are hooked for this skip."""
         return self.after_norm or ((self.consumer, self.slot), *self.also)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, placement_of, remove, to_json, write_config
-from scalelong.skips.hooks import is_scaled, scaling_of
-from scalelong.skips.state_dict_checks import ROOT_NAME
+from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, remove, to_json, write_config
+from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -34,8 +33,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored = to_json(model)
-    folder = Path(folder)
+    stored, folder = to_json(model), Path(folder)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
@@ -66,7 +64,7 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
     """`cls.from_pretrained(folder)` for a scaled diffusers model that was saved with `save_pretrained`.
 
-    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token.
+    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
@@ -74,29 +72,30 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
     cs(kappa=0.6)
     """
-    hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     if not Path(folder).is_dir():
         from huggingface_hub import snapshot_download
 
+        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
     source = Path(folder) / options.pop("subfolder", "")
     path = source / "config.json"
     stored = json.loads(path.read_text()).get(CONFIG_KEY)
     if stored is None:
-        raise ValueError(
-            f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, "
-            f"use {cls.__name__}.from_pretrained and scalelong.apply"
-        )
-    with _quiet_diffusers():
+        remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
+        raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
+    try:
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
+    finally:
+        logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
     gates = _read_gates(source, options.get("variant"))
     with _scaled_as(model, stored, path, example):
         if missing := scaling_of(model).state_dict().keys() - gates.keys():
-            raise ValueError(
-                f"{source}: its safetensors contain no {ROOT_NAME}.{min(missing)} for {scaling_of(model).config}; write the "
-                "folder with save_pretrained of the scaled model (EMAModel omits the scaling)"
-            )
+            lacking = f"its safetensors contain no {ROOT_NAME}.{min(missing)} for {scaling_of(model).config}"
+            raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
         scaling_of(model).load_state_dict(gates)
     return model
 
@@ -109,20 +108,14 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
     config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
     found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
     if found != stored["num_skips"]:
-        raise ValueError(
-            f"num_skips: the saved scaling has {stored['num_skips']} skips, this {type(model).__name__} has {found}"
-        )
+        own = f"this {type(model).__name__} has {found}"
+        raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
     if is_scaled(model):
-        if scaling_of(model).config != config:
-            raise ValueError(
-                f"scaling: the model has {scaling_of(model).config}, the saved one is {config}; "
-                "call scalelong.remove(model) first"
-            )
-        if placement_of(model) != placement:
-            raise ValueError(
-                f"placement: the model is scaled with {placement_of(model)!r}, the saved one with {placement!r}; "
-                "call scalelong.remove(model) first"
-            )
+        placed = to_json(model).get("placement", "before")
+        for key, here, saved in (("scaling", scaling_of(model).config, config), ("placement", placed, placement)):
+            if here != saved:
+                both = f"the model has {here}, the saved one is {saved}"
+                raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
         yield
         return
     apply(model, config.method, example=example, placement=placement, **config.options)
@@ -142,16 +135,11 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
     stored = {memory[key] for key in given if key in own}
     trouble = [f"{key} is not in the model" for key in given if key not in own]
     trouble += [f"{key} is missing" for key in own if key not in given and memory[key] not in stored]
-    trouble += [
-        f"{key} has shape {shape}, in the model {tuple(own[key].shape)}"
-        for key, shape in given.items()
-        if key in own and tuple(own[key].shape) != shape
-    ]
+    shapes = [(key, shape, tuple(own[key].shape)) for key, shape in given.items() if key in own]
+    trouble += [f"{key} has shape {theirs}, in the model {ours}" for key, theirs, ours in shapes if theirs != ours]
     if trouble:
-        raise ValueError(
-            f"{weights}: {len(trouble)} of the weights do not fit this {type(model).__name__}, so none is loaded: "
-            f"{trouble[0]}; build the model as it was when it was saved"
-        )
+        count = f"{len(trouble)} of the weights do not fit this {type(model).__name__}"
+        raise ValueError(f"{weights}: {count}: {trouble[0]}; build the model as it was when it was saved")
 
 
 def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
@@ -165,15 +153,3 @@ def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
                 if key.startswith(f"{ROOT_NAME}."):
                     gates[key.removeprefix(f"{ROOT_NAME}.")] = tensors.get_tensor(key)
     return gates
-
-
-@contextmanager
-def _quiet_diffusers() -> Iterator[None]:
-    """Silence the warnings of diffusers about entries and weights it does not know; they are read right after."""
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

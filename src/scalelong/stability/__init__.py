@@ -1,7 +1,4 @@
-"""Stability of training: oscillation probes, the choice of kappa, and a diagnosis of a run.
-
-Names are imported on first use, so that `scalelong.stability.diagnosis` loads without torch.
-"""
+"""Stability of training: oscillation probes, the choice of kappa, a diagnosis of a run (which loads without torch)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the records of a run say about its stability, in sentences with their numbers. No torch.
-
-The thresholds are conventions, stated in the sentences: a block oscillates if its norm moves by more than a tenth between
-records, a gradient spikes if its norm is five times the median.
-"""
+"""What the records of a run say about its stability, in sentences with their numbers. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from scalelong.runs.oscillation import PROBE_EVERY
-from scalelong.runs.reader import FINAL_SHARE, Run, read_run
+from scalelong.runs.reader import FINAL_SHARE, PROBE_EVERY, Run, read_run
 from scalelong.runs.settings import RunConfig
 
-OSCILLATES = 0.1  # of the norm, between records
+OSCILLATES = 0.1  # of the norm, between records; a convention, as is SPIKES
 SPIKES = 5.0  # times the median gradient norm
 
 
@@ -64,9 +59,8 @@ def _course(run: Run) -> list[Sentence]:
 
 def _features(run: Run) -> list[Sentence]:
     if not run.probe:
-        text = "Features were not measured: 0 probe records."
-        advice = f"Train with --probe-every {PROBE_EVERY} to see which blocks oscillate."
-        return [Sentence("features", f"{text} {advice}", 0)]
+        advice = f"train with --probe-every {PROBE_EVERY} to see which blocks oscillate"
+        return [Sentence("features", f"Features were not measured: 0 probe records; {advice}.", 0)]
     found = _oscillations(run, "norm")
     if not found:
         text = f"{len(run.probe)} probe records are too few to measure oscillation; 2 after the warm-up are needed."
@@ -77,12 +71,9 @@ def _features(run: Run) -> list[Sentence]:
     if not unsteady:
         text = f"No block oscillates: the least steady, {worst}, moves by {value:.1%} of its norm between records"
         return [Sentence("features", f"{text} ({len(found)} blocks, limit {OSCILLATES:.0%}).", value)]
-    more = f" and {len(unsteady) - 4} more" if len(unsteady) > 4 else ""
-    text = (
-        f"{len(unsteady)} of {len(found)} blocks oscillate, moving by more than {OSCILLATES:.0%} of their norm between "
-        f"records: {', '.join(unsteady[:4])}{more}."
-    )
-    return [Sentence("features", text, value, True)]
+    worst = ", ".join(unsteady[:4]) + (f" and {len(unsteady) - 4} more" if len(unsteady) > 4 else "")
+    text = f"{len(unsteady)} of {len(found)} blocks oscillate, moving by more than {OSCILLATES:.0%} of their norm"
+    return [Sentence("features", f"{text} between records: {worst}.", value, True)]
 
 
 def _gradients(run: Run) -> list[Sentence]:
@@ -96,33 +87,25 @@ def _gradients(run: Run) -> list[Sentence]:
     if not usual:
         text = f"Gradients are exactly zero in at least half of the {len(norms)} records: nothing is learnt there."
         return [Sentence("gradients", text, 0.0, True)]
-    spikes = [peak for peak in peaks if peak > SPIKES * usual]
-    at, largest = max(zip(steps, peaks, strict=True), key=lambda pair: pair[1])
+    spikes = sum(peak > SPIKES * usual for peak in peaks)
+    largest, at = max(zip(peaks, steps, strict=True), key=lambda pair: pair[0])
+    text = f"Gradients do not spike: the largest norm, {largest:.3g} by step {at}, is {largest / usual:.1f} times the median"
+    text = f"{text} {usual:.3g} (limit {SPIKES:g})."
     if spikes:
-        text = (
-            f"Gradients spike: {len(spikes)} of {len(peaks)} records have a norm above {SPIKES:g} times the median "
-            f"{usual:.3g}, the largest {largest:.3g} by step {at}."
-        )
-    else:
-        text = (
-            f"Gradients do not spike: the largest norm, {largest:.3g} by step {at}, is {largest / usual:.1f} times the "
-            f"median {usual:.3g} (limit {SPIKES:g})."
-        )
-    found = [Sentence("gradients", text, largest / usual, bool(spikes))]
+        above = f"{spikes} of {len(peaks)} records have a norm above {SPIKES:g} times the median {usual:.3g}"
+        text = f"Gradients spike: {above}, the largest {largest:.3g} by step {at}."
+    found = [Sentence("gradients", text, largest / usual, spikes > 0)]
     if blocks := _oscillations(run, "gradient"):
-        name, value = max(blocks.items(), key=lambda item: item[1])
-        found.append(
-            Sentence("gradients", f"The least steady gradient is that of {name}: {value:.0%} between records.", value)
-        )
+        value, name = max((value, name) for name, value in blocks.items())
+        text = f"The least steady gradient is that of {name}: {value:.0%} between records."
+        found.append(Sentence("gradients", text, value))
     return found
 
 
 def _steps(run: Run) -> list[Sentence]:
     skipped = int(max(run.column("train", "skipped")[1], default=0))
-    if not skipped:
-        return [Sentence("steps", f"No step was skipped for values that are not finite (0 of {run.last_step}).", 0)]
     text = f"{skipped} of {run.last_step} steps were skipped because their loss or gradient was not finite."
-    return [Sentence("steps", text, skipped, True)]
+    return [Sentence("steps", text, skipped, skipped > 0)]
 
 
 def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
@@ -131,20 +114,19 @@ def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
     if (number := alarms.get("features")) is not None:
         seen = f"a block moves by {number:.0%}"
         if config.scaling.method == "none":
-            text = f"Try --scaling.method cs (now none): {seen}; compare the two with scalelong compare."
-            tips.append(Sentence("try", text, number))
-        tips.append(Sentence("try", f"Try --optimizer.lr {optimizer.lr / 2:g} (now {optimizer.lr:g}): {seen}.", number))
+            tips.append((f"--scaling.method cs (now none): {seen}; compare the two with scalelong compare", number))
+        tips.append((f"--optimizer.lr {optimizer.lr / 2:g} (now {optimizer.lr:g}): {seen}", number))
     if number := alarms.get("gradients"):
-        text = f"Try --optimizer.clip-norm at twice the median norm (now {optimizer.clip_norm:g})"
-        tips.append(Sentence("try", f"{text}: the largest is {number:.1f} times it.", number))
+        now = f"(now {optimizer.clip_norm:g}): the largest is {number:.1f} times it"
+        tips.append((f"--optimizer.clip-norm at twice the median norm {now}", number))
     if number := alarms.get("steps"):
         how = "fp32" if config.training.precision == "fp16" else "a longer --optimizer.warmup-steps"
         now = f"{config.training.precision}, warm-up {optimizer.warmup_steps}"
-        tips.append(Sentence("try", f"Try {how} (now {now}): {number:g} steps were lost.", number))
+        tips.append((f"{how} (now {now}): {number:g} steps were lost", number))
     if (number := alarms.get("course")) is not None:
-        text = f"Try a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}: the loss did not fall."
-        tips.append(Sentence("try", text, number))
-    return tips or [Sentence("try", "Nothing here asks for a change (0 alarms).", 0)]
+        tips.append((f"a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}: the loss did not fall", number))
+    advice = [Sentence("try", f"Try {tip}.", number) for tip, number in tips]
+    return advice or [Sentence("try", "Nothing here asks for a change (0 alarms).", 0)]
 
 
 def _oscillations(run: Run, what: str) -> dict[str, float]:

@@ -1,11 +1,8 @@
-"""The choice of kappa from the data: Sec. 4.1 as a function.
+"""The choice of kappa from the data (Sec. 4.1).
 
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
-||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile; for a given number of
-skips, that is an interval for the kappa of CS. The paper leaves the choice within it open, and no rule that looks at the data
-or at the initial model chose better than 0.7 (experiments/auto_kappa.py): 0.7 is recommended, beside the interval.
-
-Shapes: n images, B samples, m values per image.
+||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
+kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py), so 0.7 is recommended beside the interval.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.optimize import bisect
 from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
@@ -37,20 +35,14 @@ def sum_of_squares(kappa: float, num_skips: int) -> float:
 
 
 def kappa_for_sum(total: float, num_skips: int) -> float:
-    """The kappa in [0, 1] with sum_i kappa^(2(i-1)) = total, by bisection; 0 or 1 where the total cannot be reached.
+    """The kappa in [0, 1] with sum_i kappa^(2(i-1)) = total; 0 or 1 where the total cannot be reached.
 
     >>> round(kappa_for_sum(1.22, num_skips=6), 2)
     0.42
     """
-    if total <= 1:
-        return 0.0
-    if total >= num_skips:
-        return 1.0
-    low, high = 0.0, 1.0
-    while high - low > 1e-12:
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum_of_squares(middle, num_skips) < total else (low, middle)
-    return (low + high) / 2
+    if total <= 1 or total >= num_skips:
+        return float(total > 1)
+    return float(bisect(lambda kappa: sum_of_squares(kappa, num_skips) - total, 0.0, 1.0, xtol=1e-12))
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """An interval for sum_j kappa_j^2 from the data, the corresponding interval for the kappa of CS, and one value."""
+    """An interval for sum_j kappa_j^2 from the data, the corresponding interval for the kappa of CS, and one value.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> print(recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=200).reasoning)
+    ||eps||^2 / ||x_t||^2 has mean ...
+    """
 
     kappa: float  # the recommended value
     middle: float  # the kappa whose sum is the geometric middle of the interval
@@ -77,16 +74,6 @@ class Recommendation:
     ratios: tuple[float, ...]  # every sampled ||target||^2 / ||x_t||^2, sorted
     readings: tuple[Reading, ...]  # of the mean ratio; the first is the one used above
     warnings: tuple[str, ...]
-
-    @property
-    def mean_ratio(self) -> float:
-        """The lower end of the interval of sums."""
-        return self.sum_interval[0]
-
-    @property
-    def tail_ratio(self) -> float:
-        """The upper end of the interval of sums: the 97% quantile."""
-        return self.sum_interval[1]
 
     @property
     def reasoning(self) -> str:
@@ -121,27 +108,22 @@ def recommend_kappa(
     >>> found.kappa
     0.7
     """
-    if isinstance(num_skips, bool) or not isinstance(num_skips, int) or num_skips < 1:
-        raise ValueError(
-            f"num_skips: must be a whole number of at least 1, got {num_skips!r}; see scalelong.find_skips"
-        )
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 100:
-        raise ValueError(f"samples: must be a whole number of at least 100, got {samples!r}; 4096 is the default")
+    for key, number, least in (("num_skips", num_skips, 1), ("samples", samples, 100)):
+        if type(number) is not int or number < least:
+            raise ValueError(f"{key}: must be an int of at least {least}, got {number!r}")
     objective, values = Objective(process, prediction), _Values(data, seed)
     targets, inputs = squared_norms(values, objective, samples, seed)
-    ratios, warnings = (targets / inputs).sort().values, values.range_warnings()
-    interval = ratio_interval(ratios)
+    ratios, warnings = (targets / inputs).sort().values, []
+    interval, between = ratio_interval(ratios), f"from {values.low:.4g} to {values.high:.4g}"
+    if values.low >= 0 and not values.outside:
+        warnings.append(f"no value is below 0 ({between}); if the data are in [0, 1], use 2 x - 1")
     if values.outside:
-        targets_01, inputs_01 = squared_norms(values.rescaled(), objective, samples, seed)
-        rescaled = ratio_interval(targets_01 / inputs_01)
-        warnings.append(
-            f"the interval for the sum is {_shown(interval)} as given, {_shown(rescaled)} with the data scaled to [-1, 1]"
-        )
+        warnings.append(f"the data range {between}, outside [-1, 1]")
+        rescaled = ratio_interval(torch.div(*squared_norms(values.rescaled(), objective, samples, seed)))
+        given, scaled = (f"{low:.3f} .. {high:.3f}" for low, high in (interval, rescaled))
+        warnings.append(f"the interval for the sum is {given} as given, {scaled} with the data scaled to [-1, 1]")
     if (share := float(ratios[-max(1, samples // 100) :].sum() / ratios.sum())) > 0.5:
-        warnings.append(
-            f"1% of the samples make up {share:.0%} of the mean ratio: a few inputs near zero dominate it; trust the "
-            "quantile more than the mean"
-        )
+        warnings.append(f"1% of the samples, of inputs near zero, make up {share:.0%} of the mean; prefer the quantile")
     means = {"mean of ratios": interval[0], "ratio of means": float(targets.sum() / inputs.sum())}
     if objective.prediction == "noise":  # alpha^2 + sigma^2 = 1, so Lemma 3.2 applies
         means["Lemma 3.2, uniform x_0"] = 1 / (1 - 2 * process.mean_alpha_bar() / 3)
@@ -152,10 +134,9 @@ def recommend_kappa(
     kappa, kappas = USUAL_KAPPA if num_skips > 1 else 1.0, readings[0].kappa_interval
     middle = kappa_for_sum(math.sqrt(math.prod(interval)), num_skips)
     error = float(ratios.std() / math.sqrt(samples))
-    warnings += _clamp_warnings(*interval, num_skips)
     return Recommendation(
         kappa, middle, kappas, interval, num_skips, samples, error, objective.prediction, tuple(ratios.tolist()),
-        tuple(readings), tuple(warnings),
+        tuple(readings), (*warnings, *_clamp_warnings(*interval, num_skips)),
     )  # fmt: skip
 
 
@@ -198,21 +179,11 @@ class _Values:
         if isinstance(data, Tensor) and data.dtype != torch.uint8:
             self.low, self.high = float(data.min()), float(data.max())
             if not (math.isfinite(self.low) and math.isfinite(self.high)):
-                raise ValueError(
-                    f"data: has values that are not finite (from {self.low} to {self.high}); clean it first"
-                )
+                raise ValueError(f"data: has values that are not finite ({self.low} to {self.high}); remove them")
 
     @property
     def outside(self) -> bool:
         return self.low < -1 - 1e-6 or self.high > 1 + 1e-6
-
-    def range_warnings(self) -> list[str]:
-        between = f"from {self.low:.4g} to {self.high:.4g}"
-        if self.outside:
-            return [f"the data range {between}, outside [-1, 1]"]
-        if self.low >= 0:
-            return [f"no value is below 0 ({between}); if the data are in [0, 1], use 2 x - 1"]
-        return []
 
     def rescaled(self) -> _Values:
         """The same data, shifted and scaled to fill [-1, 1]."""
@@ -231,22 +202,14 @@ class _Values:
         return values.cpu().flatten(1).double() * self.scale + self.shift
 
 
-def _shown(interval: tuple[float, float]) -> str:
-    return f"{interval[0]:.3f} .. {interval[1]:.3f}"
-
-
 def _clamp_warnings(low: float, high: float, num_skips: int) -> list[str]:
-    found = []
     if num_skips == 1:
         return ["with one skip CS does nothing: kappa_1 is 1 whatever kappa"]
+    found = []
     if low < 1:
-        ends = "both ends are" if high <= 1 else "the lower end is"
-        found.append(
-            f"{ends} below 1, but CS keeps kappa_1 = 1, so its sum is above 1 however small kappa is: clamped to 0"
-        )
+        found.append(f"the interval begins at {low:.3f}, below 1, the least sum of CS: clamped to kappa = 0")
     if high > num_skips:
-        ends = "both ends are" if low >= num_skips else "the upper end is"
-        found.append(f"{ends} above N = {num_skips}, the sum at kappa = 1: clamped to 1 (no scaling)")
+        found.append(f"the interval ends at {high:.3f}, above N = {num_skips}, the sum at kappa = 1: clamped to 1")
     return found
 
 

@@ -1,13 +1,10 @@
-"""Feature and gradient oscillation (Fig. 1), measured in any training loop.
-
-probe = OscillationProbe(model, (x, t), path="probe.jsonl")   # before the loop
-probe.step()                                                  # in it, after backward and before zero_grad
-"""
+"""Feature and gradient oscillation (Fig. 1), measured in any training loop."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
-from scalelong.runs.oscillation import PROBE_EVERY, relative_oscillation, relative_spread
+from scalelong.runs.reader import PROBE_EVERY, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import stages
 
@@ -26,6 +23,8 @@ __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stage
 
 class OscillationProbe:
     """Per block, the mean norm of its output on a fixed batch and the norm of its parameters' gradient.
+
+    Call `step` in the training loop, after backward and before zero_grad.
 
     >>> from scalelong.backbones import UViT, UViTConfig
     >>> model = UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=2, heads=2))
@@ -50,10 +49,7 @@ class OscillationProbe:
         modules = dict(self.model.named_modules())
         for name in self.blocks:
             if name not in modules:
-                raise ValueError(
-                    f"blocks: {type(self.model).__name__} has no module {name!r}; {did_you_mean(name, modules)}see "
-                    "model.named_modules()"
-                )
+                raise ValueError(f"blocks: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
         self._modules = {name: modules[name] for name in self.blocks}
         self._call = as_call(inputs)
         self.every = every
@@ -61,18 +57,12 @@ class OscillationProbe:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self.count = 0
-        self._measure_once()
-
-    def _measure_once(self) -> None:
-        """Reject a batch or blocks that cannot be measured before training starts."""
-        try:
+        try:  # reject a batch or blocks that cannot be measured before training starts
             norms = self.norms()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             shapes = [tuple(tensor.shape) for tensor in tensors_in(self._call)]
-            raise ValueError(
-                f"inputs: the forward of {type(self.model).__name__} fails on a probe batch of shapes {shapes} ({error}); "
-                "pass its arguments, on its device"
-            ) from error
+            what = f"inputs: the forward of {type(self.model).__name__} fails on a probe batch of shapes {shapes}"
+            raise ValueError(f"{what} ({error}); pass its arguments, on its device") from error
         if missing := [name for name in self.blocks if name not in norms]:
             raise ValueError(f"blocks: {missing} returned no tensor when the model ran on the probe batch; omit them")
 
@@ -85,8 +75,8 @@ class OscillationProbe:
         """`norm/BLOCK` and `gradient/BLOCK` if `step` is a multiple of `every`, else None."""
         if step % self.every:
             return None
-        values = {f"norm/{name}": norm for name, norm in self.norms().items()}
-        values |= {f"gradient/{name}": norm for name, norm in self.gradient_norms().items()}
+        measured = (("norm", self.norms()), ("gradient", self.gradient_norms()))
+        values = {f"{what}/{name}": norm for what, norms in measured for name, norm in norms.items()}
         several_ranks = dist.is_available() and dist.is_initialized()
         if self.path is not None and (not several_ranks or dist.get_rank() == 0):
             with self.path.open("a") as file:
@@ -98,14 +88,11 @@ class OscillationProbe:
         """The mean over the batch of ||h||_2 of each block's output."""
         found: dict[str, Tensor] = {}
 
-        def keep(name: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                tensor = output if isinstance(output, Tensor) else output[0]
-                found[name] = tensor.flatten(1).float().norm(dim=1).mean()
+        def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            tensor = output if isinstance(output, Tensor) else output[0]
+            found[name] = tensor.flatten(1).float().norm(dim=1).mean()
 
-            return hook
-
-        handles = [module.register_forward_hook(keep(name)) for name, module in self._modules.items()]
+        handles = [module.register_forward_hook(partial(keep, name)) for name, module in self._modules.items()]
         args, kwargs = self._call
         try:
             with undisturbed(self.model), uncompiled():
@@ -120,8 +107,7 @@ class OscillationProbe:
         """The norm of the gradient of each block's parameters; blocks without gradients are omitted."""
         found = {}
         for name, module in self._modules.items():
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            if gradients:
+            if gradients := [p.grad for p in module.parameters() if p.grad is not None]:
                 found[name] = torch.stack(torch._foreach_norm(gradients)).float().norm()
         return _as_floats(found)
 

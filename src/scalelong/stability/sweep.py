@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -37,21 +36,15 @@ def sweep(
     configs = {}
     for name in methods:
         method, _, kappa = name.partition(":")
-        changes: dict[str, Any] = {"method": method} | ({"kappa": _kappa(name, kappa)} if kappa else {})
+        try:
+            scaling = replace(preset.scaling, method=method, kappa=float(kappa) if kappa else preset.scaling.kappa)
+        except ValueError:
+            raise ValueError(f"methods: {name!r} has no number after the colon; write for example cs:0.5") from None
         for seed in seeds:
-            training = dataclasses.replace(preset.training, seed=seed)
-            training = training if steps is None else dataclasses.replace(training, steps=steps)
-            scaling = dataclasses.replace(preset.scaling, **changes)
-            config = dataclasses.replace(preset, scaling=scaling, training=training)
-            configs[f"{name.replace(':', '')}-seed{seed}"] = check_config(config)
+            training = replace(preset.training, seed=seed, steps=preset.training.steps if steps is None else steps)
+            config = check_config(replace(preset, scaling=scaling, training=training))
+            configs[f"{name.replace(':', '')}-seed{seed}"] = config
     return configs
-
-
-def _kappa(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"methods: {name!r} has no number after the colon; write for example cs:0.5") from None
 
 
 def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
@@ -60,36 +53,32 @@ def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
     for position, (name, config) in enumerate(configs.items(), 1):
         if ranks.is_main_process:
             logger.info("run %d of %d: %s", position, len(configs), name)
-        trainer = _train(config, out / name)
-        if trainer.stopping:
-            raise RuntimeError(f"stopped in {name} at step {trainer.step}; repeat the command to continue")
+        if (stopped := _train(config, out / name)) is not None:
+            raise RuntimeError(f"stopped in {name} at step {stopped}; repeat the command to continue")
     return bool(ranks.is_main_process)
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
     """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(min(len(configs), cores), mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_train_alone, config, out / name) for name, config in configs.items()]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(configs), cores), spawn, torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(_train, config, out / name) for name, config in configs.items()]
         _show_progress(futures, configs, out)
         for future in futures:
             future.result()
 
 
-def _train_alone(config: RunConfig, folder: Path) -> None:
-    torch.set_num_threads(1)
-    _train(config, folder)
-
-
-def _train(config: RunConfig, folder: Path) -> Trainer:
+def _train(config: RunConfig, folder: Path) -> int | None:
+    """Train with a probe; the step at which the run was asked to stop, if it was."""
     trainer = Trainer(config, folder)
     probe = OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
     trainer.observers.append(probe)
     trainer.run()
-    return trainer
+    return trainer.step if trainer.stopping else None
 
 
-def _show_progress(futures: Sequence[Future[None]], configs: Mapping[str, RunConfig], out: Path) -> None:
+def _show_progress(futures: Sequence[Future[int | None]], configs: Mapping[str, RunConfig], out: Path) -> None:
     """Progress bars, read from the records of the runs."""
     bars = {
         name: tqdm(total=config.training.steps, desc=name.ljust(6), unit="step", position=i, disable=None)

@@ -1,7 +1,4 @@
-"""Train a small autoencoder for latent diffusion: reconstruction and a little KL, in minutes on a CPU.
-
-Shapes: B images (B, 3, H, W) in [-1, 1].
-"""
+"""Train a small autoencoder for latent diffusion: reconstruction and a little KL, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from scalelong.runs import METRICS
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"
-SETTINGS = "training.json"
 
 
 @dataclass(frozen=True)
@@ -75,28 +71,27 @@ def train_autoencoder(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out: {folder} exists and is not empty; choose another folder, or remove it")
+    channels, size, _ = source.shape
     with seeded(settings.seed):
-        model = small_autoencoder(
-            source.shape[0], settings.widths, settings.latent_channels, settings.layers, source.shape[1]
-        )
+        model = small_autoencoder(channels, settings.widths, settings.latent_channels, settings.layers, size)
     model.to(device)
     with atomic_folder(folder) as staged:
-        _train(model, source, settings, staged, torch.device(device))
-        return _finish(model, source, settings, staged, folder, torch.device(device))
+        _train(model, source, settings, staged)
+        count, psnr, scale = _finish(model, source, settings, staged)
+    return Trained(folder, sum(p.numel() for p in model.parameters()), psnr, scale, count)
 
 
-def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Path, device: torch.device) -> None:
+def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    loader = make_loader(source, settings.seed, device, flip=settings.flip)
+    loader = make_loader(source, settings.seed, model.device, flip=settings.flip)
     size = settings.batch_size
     batches = loader.batches(torch.arange(step * size, (step + 1) * size) for step in range(settings.steps))
-    with (
-        (folder / METRICS).open("w") as metrics,
-        tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None) as bar,
-    ):
+    progress = tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None)
+    with progress as bar, (folder / METRICS).open("w") as metrics:
         for step, batch in enumerate(bar, 1):
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr * _rate(step, settings.steps)
+            # a short linear warm-up, then a cosine to zero
+            warm_up, cosine = step / (0.02 * settings.steps + 1), math.cos(math.pi * (step - 1) / settings.steps)
+            optimizer.param_groups[0]["lr"] = settings.lr * (min(1.0, warm_up) * 0.5 * (1 + cosine))
             reconstruction, kl = _losses(model, batch.images, batch.index, settings)
             optimizer.zero_grad(set_to_none=True)
             (reconstruction + settings.kl * kl).backward()  # type: ignore[no-untyped-call]
@@ -121,38 +116,24 @@ def _losses(model: Any, images: Tensor, index: Tensor, settings: AutoencoderSett
     return error.mean(), kl.mean()
 
 
-def _rate(step: int, steps: int) -> float:
-    """A short linear warm-up, then a cosine to zero."""
-    return min(1.0, step / (0.02 * steps + 1)) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
-
-
-def _finish(
-    model: Any, source: Source, settings: AutoencoderSettings, staged: Path, folder: Path, device: torch.device
-) -> Trained:
-    """Measure, set the scaling factor so that latents have unit variance, and write."""
+def _finish(model: Any, source: Source, settings: AutoencoderSettings, folder: Path) -> tuple[int, float, float]:
+    """Measure, set the scaling factor so that latents have unit variance, and write; (images, PSNR, factor)."""
     model.eval().requires_grad_(False)
     count = min(len(source), 512)
-    index = torch.arange(count)
-    images = source.prepare(source.read_many(index.tolist()), settings.seed, index, None)
+    images = source.prepare(source.read_many(range(count)), settings.seed, torch.arange(count), None)
     squares, error, decoded = 0.0, 0.0, []
     for part in torch.split(images, 64):
-        posterior = model.encode(part.to(device)).latent_dist
+        posterior = model.encode(part.to(model.device)).latent_dist
         squares += float((posterior.mean.square() + posterior.var).mean()) * len(part)
         decoded.append(model.decode(posterior.mean).sample.cpu())
         error += float((decoded[-1].clamp(-1, 1) - part).square().mean()) * len(part)
     scale = (squares / count) ** -0.5
     model.register_to_config(scaling_factor=scale)
-    model.save_pretrained(staged)
+    model.save_pretrained(folder)
     psnr = 10 * math.log10(4.0 / max(error / count, 1e-12))
     measured = {"source": source.name, "fingerprint": source.fingerprint, "psnr": psnr, "images": count}
-    (staged / SETTINGS).write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
-    save_grid(_side_by_side(images, torch.cat(decoded)), staged / GRID, columns=8)
-    return Trained(folder, sum(p.numel() for p in model.parameters()), psnr, scale, count)
-
-
-def _side_by_side(images: Tensor, decoded: Tensor, rows: int = 3) -> Tensor:
-    """Rows of 8 originals, each above the row of its reconstructions, evenly spaced over the images."""
-    n = min(len(images), 8 * rows) // 8 * 8 or len(images)
-    chosen = torch.linspace(0, len(images) - 1, n).long()
-    pairs = [torch.cat([images[part], decoded[part]]) for part in torch.split(chosen, 8)]
-    return to_uint8(torch.cat(pairs))
+    (folder / "training.json").write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
+    shown = torch.linspace(0, count - 1, min(count, 24) // 8 * 8 or count).long()
+    pairs = [rows[part] for part in torch.split(shown, 8) for rows in (images, torch.cat(decoded))]
+    save_grid(to_uint8(torch.cat(pairs)), folder / GRID, columns=8)  # rows of originals above their reconstructions
+    return count, psnr, scale

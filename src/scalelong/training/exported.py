@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from scalelong import skips
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape
 from scalelong.runs import CONFIG
-from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings, from_yaml, to_yaml
+from scalelong.runs.settings import Conditioning, RunConfig, ScalingSettings, from_yaml
 from scalelong.training.build import build_model
 from scalelong.training.checkpoint import CheckpointError
 
@@ -24,7 +23,6 @@ INDEX = "model_index.json"  # diffusers' names, except the next one
 DESCRIPTION = "scalelong_run.json"
 DENOISER = "unet"
 AUTOENCODER = "vae"
-UVIT_PREFIX = "uvit."
 _WEIGHTS = "diffusion_pytorch_model*.safetensors"
 
 
@@ -39,14 +37,8 @@ class ExportedRun:
     data: str  # fingerprint of the training data
     condition: Conditioning
 
-    def write(self, folder: Path, config: RunConfig) -> None:
-        """Write the description and the configuration into a pipeline's folder."""
-        (folder / DESCRIPTION).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        (folder / CONFIG).write_text(to_yaml(config))
-
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder is an exported pipeline."""
     return (folder / DESCRIPTION).is_file()
 
 
@@ -54,19 +46,23 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     """The configuration, the description and the model of an exported pipeline."""
     try:
         stored: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
-        channels, height, width = stored.pop("shape")
-        condition = Conditioning.from_state(stored.pop("condition"))
-        exported = ExportedRun(**stored, shape=(channels, height, width), condition=condition)
+        channels, height, width = stored["shape"]
+        condition = Conditioning.from_state(stored["condition"])
+        exported = ExportedRun(**{**stored, "shape": (channels, height, width), "condition": condition})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
     config = from_yaml(folder / CONFIG)
     if exported.folded:
-        config = dataclasses.replace(config, scaling=ScalingSettings("none"))
+        config = replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, exported.shape, exported.condition)
     if exported.folded:
         skips.remove(model)  # folded weights have no state of a scaling
+    files = sorted((folder / DENOISER).glob(_WEIGHTS))
+    if not files:
+        raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
+    weights = {name.removeprefix("uvit."): value for file in files for name, value in load_file(file).items()}
     try:
-        model.load_state_dict(_weights(folder / DENOISER))
+        model.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({error})") from error
     if exported.folded:
@@ -80,13 +76,3 @@ def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | No
         return None
     scale = float(json.loads((folder / INDEX).read_text())["latent_scale"])
     return load_autoencoder(folder / AUTOENCODER, device, scale)
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob(_WEIGHTS))
-    if not files:
-        raise CheckpointError(f"{folder}: holds no {_WEIGHTS}; export the run again")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
-    return {name.removeprefix(UVIT_PREFIX): value for name, value in tensors.items()}

@@ -94,7 +94,7 @@ class TestMistakesAreSeen:
         model = AdditiveUNet()
         skips = self.skips(model, *image())
         attach(model, skips[:2], ConstantScaling([1.0] * 2))
-        with pytest.raises(VerificationError, match="2 skips are scaled, 3 were found"):
+        with pytest.raises(VerificationError, match="2 skips are known, 3 are found"):
             scalelong.verify(model, example=image())
 
     def test_a_hook_that_is_gone(self) -> None:

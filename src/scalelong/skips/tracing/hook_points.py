@@ -1,20 +1,21 @@
 """From a traced model to its `LongSkip`s: the module call to hook for each skip, so that nothing else is scaled.
 
-Either the join is inside a module that receives the skip (an argument, or an item of one), or the concatenation is an
-argument of one or several modules (a block and its shortcut) and the skip is a slice of its channels. placement="after_norm"
-hooks a GroupNorm and the shortcut next to it. Every other place would scale more than the skip.
+Either a module receives the skip (an argument, or an item of one) and joins it, or one or several modules (a block and its
+shortcut) receive the concatenation, of which the skip is a slice. placement="after_norm" hooks a GroupNorm and the shortcut.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 
 from scalelong.scaling.constant import SkipSize
 from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot
-from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips
+from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips, refusal
 from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
 
 CHANNELWISE_LINEAR = frozenset({  # linear, and channels stay apart: a scaled slice stays a scaled slice
@@ -33,54 +34,45 @@ LAYOUT = frozenset({
 class Detection:
     """A traced forward pass and its long skips, outermost first."""
 
-    model: str  # its class
     trace: Trace
     paths: list[SkipPath]
 
     def skips(self) -> list[LongSkip]:
         """The skips with their hook points; `NoLongSkipsError` if one has none."""
-        return [self._skip(index, path) for index, path in enumerate(self.paths, start=1)]
+        found = []
+        for index, path in enumerate(self.paths, start=1):
+            call, slot, node, also = find_hook_point(self.trace, path)
+            made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, call)
+            size = _size(self.trace, path, node)
+            found.append(LongSkip(index, made_in, used_in, size, "unknown", call.name, slot, also))
+        return found
 
-    def _skip(self, index: int, path: SkipPath) -> LongSkip:
-        try:
-            point = find_hook_point(self.trace, path)
-        except NoLongSkipsError as error:
-            raise NoLongSkipsError(f"model: this {self.model} cannot be scaled: {error}") from None
-        size = _size(self.trace, path, point.node)
-        made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, point.call)
-        return LongSkip(index, made_in, used_in, size, "unknown", point.call.name, point.slot, point.also)
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each skip where it is joined."""
+        return [self.trace.nodes[path.nodes[-1]].shape for path in self.paths]
 
 
 def detect(model: nn.Module, call: Call) -> Detection:
     """Run the model once on the example and find its long skips; the model and all random states are left unchanged."""
-    traced, name = trace(model, call), type(model).__name__
-    try:
-        return Detection(name, traced, find_long_skips(traced))
-    except NoLongSkipsError as error:
-        raise NoLongSkipsError(f"model: this {name} cannot be scaled: {error}") from None
+    traced = trace(model, call)
+    return Detection(traced, find_long_skips(traced))
 
 
-def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call, key: str) -> Detection:
-    """Like `detect`, but raise unless exactly the known skips are found; `key` begins the message."""
+def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
+    """Like `detect`, but raise unless as many skips are found as are known."""
     found = detect(model, call)
     if len(found.paths) != len(skips):
-        raise ValueError(
-            f"{key}: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass; it needs all of them"
-        )
+        raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- hook points
-
-
-@dataclass(frozen=True)
-class HookPoint:
-    """A module call, the slot that carries the skip, and the node in that slot."""
+class HookPoint(NamedTuple):
+    """A module call, the slot that carries the skip, the node in that slot, and further modules that receive the same."""
 
     call: ModuleCall
     slot: Slot
     node: int
-    also: HookPoints = ()  # further modules that receive the same concatenation
+    also: HookPoints = ()
 
 
 def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
@@ -90,12 +82,10 @@ def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
         if all(_same_point(trace, other, found) for other in path.earlier):
             return found
         reasons.append(f"{found.call.name} is called several times, not always with this skip")
+    where = f"made in {trace.module_name(path.source)} and joined by {path.op.kind} in {trace.module_name(path.join)}"
     detail = "; ".join(dict.fromkeys(reasons)) or "no module receives the skip by itself"
-    raise NoLongSkipsError(
-        f"the skip made in {trace.module_name(path.source)} and joined by {path.kind} in {trace.module_name(path.join)} "
-        f"cannot be scaled without touching anything else: {detail}; let a module of its own take the skip as an argument "
-        "and join it"
-    )
+    remedy = "let a module of its own take the skip as an argument and join it"
+    raise refusal(trace, f"the skip {where} cannot be scaled without touching anything else: {detail}; {remedy}")
 
 
 def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
@@ -107,18 +97,17 @@ def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
 
 def _argument_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[HookPoint]:
     """The innermost call around the join that receives the skip."""
-    for index in reversed(trace.stack(path.join)):
+    for index in reversed(trace.stack(trace.nodes[path.join].call)):
         call = trace.calls[index]
         for slot, node in call.inputs:
             if node not in path.nodes:
                 continue
             trouble = _trouble_inside(trace, path, call, node)
-            argument = slot if isinstance(slot, Argument) else slot.argument
-            if trouble is None and argument in call.drained:
+            if not trouble and (slot if isinstance(slot, Argument) else slot.argument) in call.drained:
                 trouble = f"{call.name} takes its skips out of the list it shares with its caller"
-            if trouble is None and sum(other == node for _, other in call.inputs) > 1:
+            if not trouble and sum(other == node for _, other in call.inputs) > 1:
                 trouble = f"{call.name} receives the same tensor twice"
-            if trouble is None:
+            if not trouble:
                 yield HookPoint(call, slot, node)
                 return
             reasons.append(trouble)
@@ -129,9 +118,8 @@ def _trouble_inside(trace: Trace, path: SkipPath, call: ModuleCall, node: int) -
     times = trace.times_called(call)
     if times not in (1, 1 + len(path.earlier)):
         return f"{call.name or 'the model'} is called {times} times in one forward"
-    steps = path.nodes[path.nodes.index(node) :]
-    for at, step in enumerate(steps):
-        following = steps[at + 1] if at + 1 < len(steps) else path.join
+    steps = (*path.nodes[path.nodes.index(node) :], path.join)
+    for at, (step, following) in enumerate(itertools.pairwise(steps)):
         others = [child for child in trace.children[step] if call.holds(child) and child != following]
         if others or (at == 0 and step in call.returned):
             return f"{call.name} uses it elsewhere too"
@@ -149,16 +137,14 @@ def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[
     node = path.join
     while True:
         receiving = [call for call in trace.calls if call.start > node and node in [n for _, n in call.inputs]]
-        outer = [call for call in receiving if not any(other in receiving for other in _around(trace, call))]
+        outer = [call for call in receiving if not {other.index for other in receiving} & {*trace.stack(call.parent)}]
         for calls in [[call] for call in receiving] + [outer] * (len(outer) > 1):
             trouble = _trouble_of_slice(trace, calls, node)
             if trouble is None:
-                arguments = [
-                    slot for call in calls for slot, n in call.inputs if n == node and isinstance(slot, Argument)
-                ]
-                slots = [ChannelSlice(slot, start, size, path.op.dim, sum(path.op.sizes)) for slot in arguments]
-                names = [call.name for call in calls]
-                yield HookPoint(calls[0], slots[0], path.operand, tuple(zip(names[1:], slots[1:], strict=True)))
+                where = (start, size, path.op.dim, sum(path.op.sizes))
+                given = [(call.name, slot) for call in calls for slot, n in call.inputs if n == node]
+                slots = [(name, ChannelSlice(slot, *where)) for name, slot in given if isinstance(slot, Argument)]
+                yield HookPoint(calls[0], slots[0][1], path.nodes[-1], tuple(slots[1:]))
                 return
             reasons.append(trouble)
         children = trace.children[node]
@@ -181,55 +167,36 @@ def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> s
     return None
 
 
-def _around(trace: Trace, call: ModuleCall) -> Iterator[ModuleCall]:
-    """The calls that contain a call, the nearest first."""
-    while call.parent >= 0:
-        call = trace.calls[call.parent]
-        yield call
-
-
 def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
     """The skip with hook points that receive the whole concatenation; a ValueError if there are none."""
-    where = f"scaling.method: {method!r} changes both operands of a concatenation; skip {skip.index} "
-    where += f"({skip.made_in} -> {skip.used_in})"
-    if path.kind != "cat":
-        raise ValueError(f"{where} is joined by {path.kind}; choose another method")
-    if len(path.op.operands) != 2 or path.earlier:
-        raise ValueError(f"{where} is joined with several tensors, or several times; choose another method")
-    reasons: list[str] = []
-    point = next(_slice_points(trace, path, reasons), None)
+    point, reasons = None, [f"it is joined by {path.op.kind}, with {len(path.op.operands)} operands"]
+    if path.op.kind == "cat" and len(path.op.operands) == 2 and not path.earlier:
+        reasons = []
+        point = next(_slice_points(trace, path, reasons), None)
     if point is None:
-        detail = "; ".join(reasons) or "no module receives the concatenation"
-        raise ValueError(f"{where} cannot be hooked together with the other operand: {detail}; choose another method")
+        where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) has no module that receives both operands alone"
+        detail = f": {'; '.join(reasons)}" if reasons else ""
+        raise ValueError(f"scaling.method: {method!r} scales both operands, but {where}{detail}; choose another method")
     return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
-
-
-# ------------------------------------------------------------------------------------------------------ behind the norm
 
 
 def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
     """placement="after_norm": hook the output of a GroupNorm that would cancel kappa, and the input of the shortcut."""
-    found = detect_all(model, skips, call, "placement: 'after_norm'")
-    moved = [_behind_norm(found.trace, path, skip) for path, skip in zip(found.paths, skips, strict=True)]
+    found, moved = detect_all(model, skips, call), list(skips)
+    for at, (path, skip) in enumerate(zip(found.paths, skips, strict=True)):
+        uses = [found.trace.nodes[child].name for child in found.trace.children[path.join]]
+        if "group_norm" not in uses:
+            continue
+        points = tuple(_points_behind_norm(found.trace, path)) if path.op.dim == 1 and not path.earlier else ()
+        if len(points) != len(uses):
+            where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}"
+            needs = "'after_norm' needs a GroupNorm module and a shortcut module, each called once"
+            raise ValueError(f"placement: {where}; {needs}; use placement='before'")
+        moved[at] = replace(skip, reach="full", after_norm=points)
     if moved == list(skips):
-        raise ValueError(
-            f"placement: no skip of this {type(model).__name__} is followed by a GroupNorm, kappa acts in full already; "
-            "use placement='before'"
-        )
+        name = type(model).__name__
+        raise ValueError(f"placement: no skip of this {name} is followed by a GroupNorm; use placement='before'")
     return moved
-
-
-def _behind_norm(trace: Trace, path: SkipPath, skip: LongSkip) -> LongSkip:
-    uses = [trace.nodes[child].name for child in trace.children[path.join]]
-    if "group_norm" not in uses:
-        return skip
-    points = tuple(_points_behind_norm(trace, path)) if path.op.dim == 1 and not path.earlier else ()
-    if len(points) != len(uses):
-        raise ValueError(
-            f"placement: skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}; 'after_norm' needs a "
-            "GroupNorm module and a shortcut module, each called once; use placement='before'"
-        )
-    return replace(skip, reach="full", after_norm=points)
 
 
 def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slot | OutputChannels]]:
@@ -242,27 +209,21 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
         slot = call.inputs[0][0]
         if use.name == "group_norm" and call.returned == {use.index}:
             yield call.name, OutputChannels(start, size)
-        elif use.weighted and isinstance(slot, Argument):
+        elif use.weight and isinstance(slot, Argument):
             yield call.name, ChannelSlice(slot, start, size, 1, sum(path.op.sizes))
-
-
-# ------------------------------------------------------------------------------------------------------ names and sizes
 
 
 def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
-    around = trace.stack(node)
-    giving = [index for index in around if trace.calls[index].returned == {node} and trace.calls[index].parent >= 0]
-    chosen = giving[0] if giving else (around[-1] if around else -1)
-    return trace.calls[chosen].name if chosen >= 0 else ""
+    around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
+    giving = [call for call in around if call.returned == {node} and call.parent >= 0]
+    return next((call.name for call in giving + around[::-1]), "")
 
 
 def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
     """The module inside the consumer that receives the joined tensor, else the consumer."""
-    for call in trace.calls[consumer.index + 1 :]:
-        if call.start < consumer.end and any(node == path.join for _, node in call.inputs):
-            return call.name
-    return consumer.name
+    inside = (call for call in trace.calls[consumer.index + 1 :] if call.start < consumer.end)
+    return next((call.name for call in inside if any(node == path.join for _, node in call.inputs)), consumer.name)
 
 
 def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
@@ -270,15 +231,11 @@ def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
     last = _channels_last(trace, path, len(shape))
     if not last or len(shape) != 3:
         return SkipSize(shape[-1] if last else shape[1], channels_last=last)
-    batch_dim = int(shape[0] != shape[1] == _batch_size(trace))
+    given = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
+    one_each = [each[0] for each in given if len(each) == 1 and each[0] > 1]  # times or labels
+    batch_size = next(iter([*one_each, *(each[0] for each in given)]), 0)
+    batch_dim = int(shape[0] != shape[1] == batch_size)
     return SkipSize(shape[-1], shape[1 - batch_dim], channels_last=True, batch_dim=batch_dim)
-
-
-def _batch_size(trace: Trace) -> int:
-    """The length of the example's times or labels; without any, its first dimension."""
-    shapes = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
-    one_each = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] > 1]
-    return next(iter(one_each), shapes[0][0] if shapes else 0)
 
 
 def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
@@ -289,7 +246,7 @@ def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
         return path.op.dim == ndim - 1
     seen = [path.join]
     for node in seen:
-        if trace.nodes[node].weighted:
+        if trace.nodes[node].weight:
             return not trace.nodes[node].name.startswith("conv")
         seen += [child for child in trace.children[node] if child not in seen]
     return False

@@ -1,19 +1,16 @@
 """Which joins of a traced forward pass are long skips.
 
-A skip path leaves the main path at a source and joins it again at a cat, add or lerp, after weighted ops. Blocks have skip
-paths too: a residual, a dense block. Long skips are the ones that nest: the first made is the last used. Paths are compared
-within groups (joined the same way, in modules of one class): the blocks of a network follow each other, its long skips
-enclose each other.
+A skip path leaves the main path at a source and joins it again at a cat, add or lerp, after weighted ops. Of the paths that
+are joined the same way in modules of one class, those of blocks (residuals, dense blocks) follow each other; long skips
+nest: the first made is the last used.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalelong.skips.tracing.join_ops import Kind
 from scalelong.skips.tracing.trace import Join, Node, Trace
 
 MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
@@ -22,6 +19,10 @@ BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 
 class NoLongSkipsError(ValueError):
     """The network has no long skips, or they cannot be scaled one by one."""
+
+
+def refusal(trace: Trace, reason: str) -> NoLongSkipsError:
+    return NoLongSkipsError(f"model: this {trace.model} cannot be scaled: {reason}")
 
 
 @dataclass(frozen=True)
@@ -37,33 +38,20 @@ class SkipPath:
     around_one_module: bool  # join(x, f(x)) with a single module f
     earlier: tuple[SkipPath, ...] = ()  # earlier joins of the same source, by earlier calls of the same module
 
-    @property
-    def operand(self) -> int:
-        return self.nodes[-1]
-
-    @property
-    def kind(self) -> Kind:
-        return self.op.kind
-
-
-def find_skip_paths(trace: Trace) -> list[SkipPath]:
-    """All skip paths in order of their joins, without those of dense blocks, where one join has several."""
-    by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
-    dense = {path.source for found in by_join if len(found) > 1 for path in found}
-    return [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
-
 
 def _paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
     if node.join is None:
         return
     operands = [(position, operand) for position, operand in enumerate(node.join.operands) if operand is not None]
-    if len(operands) < 2:
-        return
-    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand])
+    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand], default=-1)
     for position, operand in operands:
         nodes = _nodes_between(trace, operand, main) if operand != main else None
-        if nodes is None or not _is_long_enough(trace, nodes, main):
-            continue
+        if nodes is None or trace.depth[nodes[0]] == 0:
+            continue  # not a skip, or one from the input of the network
+        weights = _count_weights(trace, nodes)
+        between = trace.weights_between(nodes[0], main, at_most=weights + 1)
+        if weights > MAX_WEIGHTS_ON_A_SKIP or between < max(weights, 1):
+            continue  # a branch rather than a skip
         if node.join.kind != "cat" and node.name != "addmm" and trace.nodes[operand].shape != node.shape:
             continue  # broadcast over the main path: a condition
         owner, single = _owner(trace, nodes[0], main, node.index)
@@ -81,98 +69,80 @@ def _nodes_between(trace: Trace, operand: int, main: int) -> tuple[int, ...] | N
     return tuple(reversed(nodes))
 
 
-def _is_long_enough(trace: Trace, nodes: tuple[int, ...], main: int) -> bool:
-    weights = _count_weights(trace, nodes)
-    if trace.depth[nodes[0]] == 0 or weights > MAX_WEIGHTS_ON_A_SKIP:
-        return False  # the input of the network, or a branch rather than a skip
-    return trace.weights_between(nodes[0], main, at_most=weights + 1) >= max(weights, 1)
-
-
 def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
-    return sum(trace.nodes[node].weighted for node in nodes[1:])
+    return sum(trace.nodes[node].weight is not None for node in nodes[1:])
 
 
 def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
-    """The innermost call that contains the path, and whether it holds the join and makes the main path in a single call."""
+    """The innermost call that contains the path, and whether it makes the main path in a single call and joins it itself."""
     first = min(child for child in trace.children[source] if trace.leads_to(child, main))
-    around, path = trace.stack(join), trace.stack(first)
+    around, path = trace.stack(trace.nodes[join].call), trace.stack(trace.nodes[first].call)
     shared = [a for a, b in zip(around, path, strict=False) if a == b]
     inner = path[len(shared)] if len(path) > len(shared) else None
     single = around == shared and inner is not None and trace.calls[inner].holds(main)
     return shared[-1] if shared else -1, single
 
 
-# ------------------------------------------------------------------------------------------------------------- nesting
-
-
-@dataclass(frozen=True)
-class _Nest:
-    """Paths that enclose each other, outermost first, and why they cannot be scaled one by one, if so."""
-
-    paths: list[SkipPath]
-    trouble: str | None = None
+Nest = tuple[list[SkipPath], str | None]  # paths that enclose each other, outermost first; why they cannot be scaled
 
 
 def find_long_skips(trace: Trace) -> list[SkipPath]:
     """The long skips of a traced network, outermost first; `NoLongSkipsError` says why there are none."""
+    by_join = [list(_paths_to(trace, node)) for node in trace.nodes]
+    crowded = [found for found in by_join if len(found) > 1]  # joins of dense blocks
+    dense = {path.source for found in crowded for path in found}
+    paths = [found[0] for found in by_join if len(found) == 1 and found[0].source not in dense]
     groups: dict[tuple[object, ...], list[SkipPath]] = defaultdict(list)
-    paths = find_skip_paths(trace)
     for path in paths:
-        owner = type(trace.calls[path.owner].module) if path.owner >= 0 else None
-        groups[owner, path.kind, path.kind == "add" and path.around_one_module].append(path)
+        around = path.op.kind == "add" and path.around_one_module
+        groups[_module_class(trace, path.owner), path.op.kind, around].append(path)
     nests = [_nest_of(trace, group) for group in groups.values()]
-    longest = max((len(nest.paths) for nest in nests), default=0)
+    longest = max((len(nest) for nest, _ in nests), default=0)
     if longest == 0:
-        crowded = next((n.index for n in trace.nodes if len(list(_paths_to(trace, n))) > 1), None)
-        detail = "" if crowded is None else f", or several at once, as in {trace.module_name(crowded)}"
-        raise NoLongSkipsError(f"it has no long skip connections: tensors are joined only within one block{detail}")
-    tied = [nest for nest in nests if len(nest.paths) == longest]
-    clean = [nest for nest in tied if nest.trouble is None]
+        detail = f", or several at once, as in {trace.module_name(crowded[0][0].join)}" if crowded else ""
+        raise refusal(trace, f"it has no long skip connections: tensors are joined only within one block{detail}")
+    tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
+    clean = [nest for nest, trouble in tied if trouble is None]
     if not clean:
-        raise NoLongSkipsError(f"its skips cannot be scaled one by one: {tied[0].trouble}")
+        raise refusal(trace, f"its skips cannot be scaled one by one: {tied[0][1]}")
     if len(clean) > 1:
-        where = " and ".join(sorted(trace.module_name(nest.paths[0].join) for nest in clean))
-        raise NoLongSkipsError(
-            f"it has several nests of {longest} skips, joined in {where}; it is ambiguous which to scale"
+        where = " and ".join(sorted(trace.module_name(nest[0].join) for nest in clean))
+        raise refusal(
+            trace, f"it has several nests of {longest} skips, joined in {where}; it is ambiguous which to scale"
         )
-    missed = _unexplained_join(trace, clean[0].paths)
-    if missed is not None:
-        raise NoLongSkipsError(
-            f"{longest} of its skips are clear, but {trace.module_name(missed)} joins something in the same way that does "
-            "not come straight from the layers before it; not all skips would be scaled"
-        )
-    other = _left_out(trace, clean[0], nests) or _same_around(clean[0].paths, paths)
-    if other is not None:
-        raise NoLongSkipsError(
-            f"{longest} of its skips are clear, but {trace.module_name(other.join)} joins another (by {other.kind}) in "
-            "another way or in a module of another class; not all skips would be scaled. Join all of them in the same way"
-        )
-    return clean[0].paths
+    chosen, missed = clean[0], None
+    if (join := _unexplained_join(trace, chosen)) is not None:
+        what = "something in the same way that does not come straight from the layers before it"
+        missed = f"{trace.module_name(join)} joins {what}"
+    elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
+        missed = f"{trace.module_name(other.join)} joins another (by {other.op.kind}) in another way or class of module"
+    if missed:
+        raise refusal(trace, f"{longest} of its skips are clear, but {missed}; not all skips would be scaled")
+    return chosen
 
 
-def _nest_of(trace: Trace, group: list[SkipPath]) -> _Nest:
+def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
     """The long skips in a group of paths: none if the paths follow each other or only go around one block."""
     group = _merge_repeats(trace, group)
     if _is_stack(group):
-        return _Nest(sorted(group, key=lambda path: -path.join))
+        return sorted(group, key=lambda path: -path.join), None
     uses = Counter(path.source for path in group)
     once = [path for path in group if uses[path.source] == 1]
     nest = longest_nest(once)
     if not nest or (len(nest) == 1 and (len(once) > 1 or _is_block(trace, nest[0]))):
-        return _Nest([])
+        return [], None
     if 2 <= len(nest) <= _modules_in_a_row(trace, once):
-        return _Nest([])  # blocks with several streams
-    for (
-        path
-    ) in group:  # a condition that many layers project for themselves, made before the first skip, does not count
+        return [], None  # blocks with several streams
+    for path in group:
+        # a condition that many layers project for themselves, made before the first skip, does not count
         if uses[path.source] > 1 and (path.source > nest[0].source or not _count_weights(trace, path.nodes)):
-            return _Nest(nest, f"the output of {trace.module_name(path.source)} is joined more than once")
-    rest = [path for path in once if path not in nest]
-    if rest:
-        where = f"{trace.module_name(rest[0].source)} to {trace.module_name(rest[0].join)}"
-        trouble = f"{len(nest)} of them enclose each other, but the one from {where} does not fit in"
-        return _Nest(nest, f"{trouble}; scale each U-shaped part of the model separately")
-    return _Nest(nest)
+            return nest, f"the output of {trace.module_name(path.source)} is joined more than once"
+    rest = next((path for path in once if path not in nest), None)
+    if rest is None:
+        return nest, None
+    where = f"the one from {trace.module_name(rest.source)} to {trace.module_name(rest.join)} does not fit in"
+    clear = f"{len(nest)} of them enclose each other, but {where}"
+    return nest, f"{clear}; scale each U-shaped part of the model separately"
 
 
 def longest_nest(paths: Sequence[SkipPath]) -> list[SkipPath]:
@@ -201,16 +171,13 @@ def _merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
 def _is_stack(group: Sequence[SkipPath]) -> bool:
     """Concatenations that pop a stack, with some entries twice in a row: an encoder stage that did nothing."""
     sources = [path.source for path in sorted(group, key=lambda path: path.join)]
-    return (
-        1 < len(set(sources)) < len(sources)
-        and all(path.kind == "cat" for path in group)
-        and all(inner >= outer for inner, outer in itertools.pairwise(sources))
-    )
+    popped = sources == sorted(sources, reverse=True) and all(path.op.kind == "cat" for path in group)
+    return popped and 1 < len(set(sources)) < len(sources)
 
 
 def _is_block(trace: Trace, path: SkipPath) -> bool:
-    """x + f(x) around one module or in a module that receives x, or x concatenated with several branches of it: one block."""
-    if path.kind == "cat":
+    """x + f(x) around one module or in a module that receives x, or x concatenated with several branches of it."""
+    if path.op.kind == "cat":
         return sum(each is not None and trace.leads_to(path.source, each) for each in path.op.operands) > 2
     if path.owner < 0 or path.around_one_module:
         return path.owner >= 0
@@ -227,34 +194,28 @@ def _modules_in_a_row(trace: Trace, paths: Sequence[SkipPath]) -> int:
     return count
 
 
-# ------------------------------------------------------------------------------------------------ skips that were missed
-
-
-def _left_out(trace: Trace, chosen: _Nest, nests: Sequence[_Nest]) -> SkipPath | None:
-    """A long skip of another group: it nests with all chosen ones, or others nest with it, as in a second U.
-
-    x + f(x) inside them all, added in the module that holds x, is the residual of the middle.
-    """
-    for nest in nests:
-        if nest is chosen or not nest.paths:
+def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> SkipPath | None:
+    """A long skip of another group: it nests with all chosen ones, or others nest with it, as in a second U."""
+    for nest, trouble in nests:
+        if nest is chosen:
             continue
-        if len(nest.paths) > 1 and nest.trouble is None:
-            return nest.paths[0]
-        for path in nest.paths:
-            middle = path.kind == "add" and trace.nodes[path.join].call == path.owner
-            if middle and all(_is_inside(path, each) for each in chosen.paths):
-                continue
-            if all(_is_inside(path, each) or _is_inside(each, path) for each in chosen.paths):
+        if len(nest) > 1 and trouble is None:
+            return nest[0]
+        for path in nest:
+            added = path.op.kind == "add" and trace.nodes[path.join].call == path.owner
+            if added and all(_is_inside(path, each) for each in chosen):
+                continue  # the residual of the middle
+            if all(_is_inside(path, each) or _is_inside(each, path) for each in chosen):
                 return path
     return None
 
 
 def _same_around(nest: Sequence[SkipPath], paths: Sequence[SkipPath]) -> SkipPath | None:
     """If the chosen ones are x + f(x) with the next inside f: another such path around the innermost."""
-    if nest[0].kind != "add" or not nest[0].around_one_module:
+    if nest[0].op.kind != "add" or not nest[0].around_one_module:
         return None
     known = _joins(nest)
-    alike = (path for path in paths if path.kind == "add" and path.around_one_module and path.join not in known)
+    alike = (path for path in paths if path.op.kind == "add" and path.around_one_module and path.join not in known)
     return next((path for path in alike if _is_inside(nest[-1], path)), None)
 
 
@@ -269,19 +230,18 @@ def _joins(nest: Sequence[SkipPath]) -> set[int]:
 def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
     """A join like those of the nest, in a module of the same class, that is not among them."""
     explained = _joins(nest)
-    classes = {_module_class(trace, join) for join in explained}
+    classes = {_module_class(trace, trace.nodes[join].call) for join in explained}
     for node in trace.nodes:
         join = node.join
-        if node.index in explained or join is None or join.kind != nest[0].kind or join.kind == "add":
+        if node.index in explained or join is None or join.kind != nest[0].op.kind or join.kind == "add":
             continue  # adds are everywhere
-        if node.index < min(explained) and len(trace.stack(node.index)) <= 1:
+        if node.index < min(explained) and len(trace.stack(node.call)) <= 1:
             continue  # the model itself joins conditions to its input
         operands = [operand for operand in join.operands if operand is not None and trace.depth[operand]]
-        if len(operands) > 1 and _module_class(trace, node.index) in classes:
+        if len(operands) > 1 and _module_class(trace, node.call) in classes:
             return node.index
     return None
 
 
-def _module_class(trace: Trace, node: int) -> type | None:
-    call = trace.nodes[node].call
+def _module_class(trace: Trace, call: int) -> type | None:
     return type(trace.calls[call].module) if call >= 0 else None

@@ -1,6 +1,6 @@
 """One forward pass as a graph: which tensor was computed from which, in which module call.
 
-Nodes are tensors that depend on the input, in the order they were computed. A node is `weighted` if its op mixes the data
+Nodes are tensors that depend on the input, in the order they were computed. A node has a `weight` if its op mixes the data
 with a weight matrix or kernel of the model. A module call is an interval of nodes.
 """
 
@@ -9,20 +9,28 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scalelong.skips.example import is_meta, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.long_skip import Argument, Call, Item
-from scalelong.skips.tracing.join_ops import KINDS, CountingMode, JoinCall, Kind, OpCall
 
 INPUT = "input"  # name of the nodes that are inputs of the model
 
-ELEMENTWISE = frozenset(KINDS) - {"addmm"} | {
+Kind = Literal["cat", "add", "lerp"]
+JOIN_OPS: dict[str, Kind] = {  # the torch functions that can bring a long skip into a decoder
+    **dict.fromkeys(("cat", "concat", "concatenate", "hstack"), "cat"),
+    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "addmm"), "add"),
+    **dict.fromkeys(("lerp", "lerp_"), "lerp"),
+}
+TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+ELEMENTWISE = frozenset(JOIN_OPS) - {"addmm"} | {
     *("mul", "mul_", "__mul__", "__rmul__", "__imul__", "sub", "sub_", "__sub__", "__rsub__", "div", "div_"),
     *("__truediv__", "addcmul", "addcmul_", "where", "layer_norm", "group_norm", "batch_norm", "rms_norm"),
     *("instance_norm", "expand", "expand_as", "prelu", "__setitem__", "copy_"),
@@ -61,10 +69,6 @@ class Node:
     weight: str | None = None  # name of the weight matrix or kernel that the data was mixed with
     join: Join | None = None
 
-    @property
-    def weighted(self) -> bool:
-        return self.weight is not None
-
 
 @dataclass
 class ModuleCall:
@@ -89,6 +93,7 @@ class ModuleCall:
 class Trace:
     """The graph of one forward pass."""
 
+    model: str  # its class
     nodes: list[Node]
     calls: list[ModuleCall]
 
@@ -99,7 +104,7 @@ class Trace:
         self.depth: list[int] = []  # number of weighted ops that a node depends on
         for node in self.nodes:
             bits = 1 << node.index
-            weighted |= bits if node.weighted else 0
+            weighted |= bits if node.weight else 0
             for parent in node.parents:
                 bits |= self.ancestors[parent]
                 self.children[parent].append(node.index)
@@ -111,26 +116,54 @@ class Trace:
 
     def weights_between(self, first: int, last: int, at_most: int) -> int:
         """Number of weighted ops on the paths from `first` to `last`, capped at `at_most`."""
-        weighted = (node.index for node in self.nodes[first + 1 : last + 1] if node.weighted)
+        weighted = (node.index for node in self.nodes[first + 1 : last + 1] if node.weight)
         between = (node for node in weighted if self.leads_to(first, node) and self.leads_to(node, last))
         return sum(1 for _ in itertools.islice(between, at_most))
 
-    def stack(self, node: int) -> list[int]:
-        """Module calls around a node, outermost first."""
-        calls, call = [], self.nodes[node].call
+    def stack(self, call: int) -> list[int]:
+        """A module call and those around it, outermost first."""
+        calls = []
         while call >= 0:
             calls.append(call)
             call = self.calls[call].parent
         return calls[::-1]
 
     def times_called(self, call: ModuleCall) -> int:
-        """How often the module of a call is called."""
         return sum(other.module is call.module for other in self.calls)
 
     def module_name(self, node: int) -> str:
-        """Name of the innermost module around a node, for messages."""
         call = self.nodes[node].call
         return (self.calls[call].name if call >= 0 else "") or "the model itself"
+
+
+class CountingMode(TorchFunctionMode):
+    """Intercept every torch function and number the calls, the same way in every run; subclasses implement `on_call`."""
+
+    op = join = -1  # numbers of the current call among all calls, and among the join ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", func))
+        if name == "__get__":
+            name = func.__self__.__name__
+            if name not in TENSOR_PROPERTIES:
+                return func(*args, **kwargs)
+        self.op += 1
+        if name in JOIN_OPS:
+            self.join += 1
+            args, kwargs = _positional_operands(args, kwargs)
+        return self.on_call(func, name, args, kwargs)
+
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+def _positional_operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """A call of a join op: ([a, b, ...], dim) for cat, (a, b, ...) for the others; addmm joins a and b (times c)."""
+    for keys in (("tensors", "input"), ("other", "end", "mat1"))[len(args) :]:
+        args += tuple(kwargs[key] for key in keys if key in kwargs)
+        kwargs = {key: value for key, value in kwargs.items() if key not in keys}
+    return args, kwargs
 
 
 class _Recorder(CountingMode):
@@ -154,15 +187,14 @@ class _Recorder(CountingMode):
         self.nodes.append(node)
         self.node_of[tensor] = node.index
 
-    def on_call(self, func: Any, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, op = call.name, call.op
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = list(tensors_in([args, kwargs]))
         parents = [self.node_of[tensor] for tensor in given if tensor in self.node_of and name not in ONLY_SHAPE]
         weights = [(tensor, self.weight_of[tensor]) for tensor in given if tensor in self.weight_of]
-        found = self._join(JoinCall(name, args, kwargs), call.join) if name in KINDS and parents else None
+        join = self._join(name, args, kwargs) if name in JOIN_OPS and parents else None
         result = func(*args, **kwargs)
         if name in ("__setitem__", "copy_"):
-            self.add(args[0], parents, name, op)
+            self.add(args[0], parents, name, self.op)
             return result
         in_place = name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
         matrices = [key for tensor, key in weights if tensor.ndim >= 2 and name not in ELEMENTWISE]
@@ -170,25 +202,26 @@ class _Recorder(CountingMode):
             if not in_place and any(tensor is other for other in given):
                 continue  # contiguous(), to() and others may return their input
             if parents:
-                self.add(tensor, parents, name, op, weight=next(iter(matrices), None), join=found)
+                self.add(tensor, parents, name, self.op, weight=next(iter(matrices), None), join=join)
             elif weights and tensor not in self.weight_of:
                 self.weight_of[tensor] = weights[0][1]
             else:
                 self.constants[tensor] = True
         return result
 
-    def _join(self, call: JoinCall, ordinal: int) -> Join | None:
-        operands = call.operands()
+    def _join(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Join:
+        operands = args[0] if JOIN_OPS[name] == "cat" else args[:2]
         nodes = tuple(self.node_of[o] if isinstance(o, Tensor) and o in self.node_of else None for o in operands)
-        if call.kind != "cat":
-            return Join(ordinal, call.kind, nodes, None, ())
-        dim = call.dim()
-        return Join(ordinal, "cat", nodes, dim, tuple(int(operand.shape[dim]) for operand in operands))
+        if JOIN_OPS[name] != "cat":
+            return Join(self.join, JOIN_OPS[name], nodes, None, ())
+        dim = 1 if name == "hstack" else args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+        dim = int(dim) % operands[0].ndim
+        return Join(self.join, "cat", nodes, dim, tuple(int(operand.shape[dim]) for operand in operands))
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parent = self.open[-1] if self.open else -1
         call = ModuleCall(len(self.calls), self.module_names[module], module, parent, len(self.nodes))
-        for argument, value in _named_arguments(module, args, kwargs):
+        for argument, value in _named_arguments(module, (args, kwargs)):
             if isinstance(value, Tensor) and value in self.node_of:
                 call.inputs.append((argument, self.node_of[value]))
             elif isinstance(value, (tuple, list)):
@@ -216,9 +249,8 @@ class _Recorder(CountingMode):
         self.open.pop()
 
 
-def _named_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Argument, Any]]:
+def _named_arguments(module: nn.Module, call: Call) -> Iterator[tuple[Argument, Any]]:
+    args, kwargs = call
     try:
         signature = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a builtin or scripted forward
@@ -233,26 +265,20 @@ def _named_arguments(
 def trace(model: nn.Module, call: Call) -> Trace:
     """Run the model once on the example, without gradients and without side effects, and return the graph."""
     recorder = _Recorder(model)
-    handles = []
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad(), ExitStack() as hooks:
         call = own_copy(call, is_meta(model))
         for tensor in tensors_in(call):
             if tensor not in recorder.node_of:
                 recorder.add(tensor, [], INPUT)
-        try:
-            for module in model.modules():
-                if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
-                    continue  # cannot be hooked; the module inside an OptimizedModule can
-                handles.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
-            with recorder:
-                result = run_example(model, call)
-        finally:
-            for handle in handles:
-                handle.remove()
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
+                continue  # cannot be hooked; the module inside an OptimizedModule can
+            hooks.enter_context(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(recorder.leave, with_kwargs=True))
+        with recorder:
+            result = run_example(model, call)
     if not any(tensor in recorder.node_of for tensor in tensors_in(result)):
         scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
         hint = " (it has scripted parts, which cannot be traced: script it after scaling)" if scripted else ""
-        name = type(model).__name__
-        raise ValueError(f"example: the output of {name} does not depend on it{hint}; nothing can be traced")
-    return Trace(recorder.nodes, recorder.calls)
+        raise ValueError(f"example: the output of {type(model).__name__} does not depend on it{hint}")
+    return Trace(type(model).__name__, recorder.nodes, recorder.calls)

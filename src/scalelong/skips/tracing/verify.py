@@ -1,9 +1,8 @@
 """Check hooks against an oracle, and measure which layers see kappa.
 
-The oracle is a run without hooks in which the operand of the join op itself is scaled. `verify` compares outputs and
-gradients of the hooked model with it, one skip at a time, on a copy with noise on its zero weights (behind a zero weight
-every mistake is invisible). `measure_reach` scales the operand by 1, 1/2 and 0. The input of a next weighted layer is either
-linear in kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over both operands, an activation):
+The oracle is a run without hooks in which the operand of the join op itself is scaled; `verify` compares outputs and
+gradients with it. `measure_reach` scales the operand by 1, 1/2 and 0: the input of a next weighted layer is either linear in
+kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a norm over both operands, an activation):
 
     full      linear for every next layer
     shortcut  linear for some (a ResNet block's shortcut, a residual stream), cancelled for the others
@@ -14,8 +13,10 @@ linear in kappa, or the same for 1 and 1/2 (a norm cancels kappa), or neither (a
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,13 +26,11 @@ from torch import Tensor, nn
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.example import is_meta, map_tensors, merge_example, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.families import generated_example
-from scalelong.skips.hooks import attached_skips, detach, replace_scaling, scaling_of
+from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
-from scalelong.skips.state_dict_checks import ROOT_NAME
-from scalelong.skips.tracing.hook_points import Detection, detect
-from scalelong.skips.tracing.join_ops import ScaleOperand, ScaleSlices
+from scalelong.skips.tracing.hook_points import detect_all
 from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
-from scalelong.skips.tracing.trace import Trace
+from scalelong.skips.tracing.trace import JOIN_OPS, CountingMode, Trace
 
 FACTOR = 0.5
 CHECKPOINTING = ("gradient_checkpointing", "use_checkpoint", "checkpointing", "use_checkpointing")
@@ -67,10 +66,8 @@ class VerificationReport:
         lines = [f"{self.model}: {len(self.checks)} long skips scaled as intended (checked in {self.dtype})"]
         for check in self.checks:
             gradient = "no gradient" if check.gradient_error is None else f"gradient {check.gradient_error:.1e}"
-            lines.append(
-                f"  {check.index}: {check.made_in} -> {check.used_in}: output {check.output_error:.1e}, {gradient}, "
-                f"effect {check.effect:.1e}"
-            )
+            errors = f"output {check.output_error:.1e}, {gradient}, effect {check.effect:.1e}"
+            lines.append(f"  {check.index}: {check.made_in} -> {check.used_in}: {errors}")
         return "\n".join(lines)
 
 
@@ -90,62 +87,53 @@ def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> 
     """
     scaling_of(model)
     if is_meta(model):
-        raise ValueError(
-            "model: it is on the meta device and has no values to check; verify a small copy of it instead"
-        )
+        raise ValueError("model: it is on the meta device and has no values to check; verify a small copy of it")
     call = merge_example(example, args, kwargs) or generated_example(model)
-    skips = attached_skips(model)
     with undisturbed(model):
-        hooked, plain, call, dtype = comparable_copies(model, call)
-        found = detect_unhooked(plain, skips, call)
-        test = ConstantScaling([1.0] * len(skips))
-        replace_scaling(hooked, test)
-        unscaled = _run(plain, call)
+        copies = Copies(model, call)
+        unscaled = run(copies.plain, copies.call)
         checks = []
-        for skip, path in zip(skips, found.paths, strict=True):
-            test.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(skips) + 1))
-            oracle = _run(plain, call, *_oracle(found.trace, path, skip))
-            checks.append(_check(skip, _run(hooked, call), oracle, unscaled, dtype))
-    return VerificationReport(type(model).__name__, dtype, tuple(checks))
+        for skip, path in copies.skips:
+            copies.scaling.values = tuple(FACTOR if i == skip.index else 1.0 for i in range(1, len(copies.skips) + 1))
+            oracle = _ScaleSlices(copies.trace, path, FACTOR) if skip.after_norm else _ScaleOperand(path, FACTOR)
+            results = run(copies.hooked, copies.call), run(copies.plain, copies.call, oracle), unscaled
+            checks.append(_check(skip, *results, copies.dtype))
+    return VerificationReport(type(model).__name__, copies.dtype, tuple(checks))
 
 
-def detect_unhooked(plain: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
-    """Find the skips in a copy without hooks; `VerificationError` if they are not those that are scaled."""
-    try:
-        found = detect(plain, call)
-    except NoLongSkipsError as error:
-        raise VerificationError(f"verify: the model is scaled, but without its hooks {error}") from None
-    if len(found.paths) != len(skips):
-        raise VerificationError(
-            f"verify: {len(skips)} skips are scaled, {len(found.paths)} were found in a run without hooks; "
-            "call scalelong.remove(model) and see scalelong.find_skips(model, example=...)"
-        )
-    return found
+class Copies:
+    """A scaled model with and without its hooks, with the same noise; in double precision if its forward supports it.
 
+    `scaling` replaces the coefficients of the hooked copy; `skips` pairs its skips with the paths traced in the plain one.
+    """
 
-def comparable_copies(model: nn.Module, call: Call) -> tuple[nn.Module, nn.Module, Call, torch.dtype]:
-    """The model with and without its hooks, with the same noise; in double precision if its forward supports it."""
-    hooked = copy.deepcopy(model)
-    for module in hooked.modules():
-        for name in CHECKPOINTING:
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        skips = attached_skips(model)
+        self.hooked, self.call, self.scaling = copy.deepcopy(model), call, ConstantScaling([1.0] * len(skips))
+        for module, name in itertools.product(self.hooked.modules(), CHECKPOINTING):
             if getattr(module, name, False) is True:
                 setattr(module, name, False)  # the oracle does not see what the backward pass recomputes
-    add_noise(hooked)
-    plain = copy.deepcopy(hooked)
-    detach(plain)
-    try:
-        doubled = copy.deepcopy(plain).double()
-        args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, own_copy(call))
-        with undisturbed(doubled), torch.no_grad():
-            run_example(doubled, own_copy((args, kwargs)))
-    except Exception:  # noqa: BLE001 - a forward that fixes its own precision is checked in that
-        dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
-        return hooked, plain, call, dtype
-    return hooked.double(), doubled, (args, kwargs), torch.float64
+        add_noise(self.hooked)
+        self.plain = copy.deepcopy(self.hooked)
+        detach(self.plain)
+        self.dtype = next((p.dtype for p in self.plain.parameters() if p.is_floating_point()), torch.float32)
+        with suppress(Exception):  # a forward that fixes its own precision is checked in that
+            doubled = copy.deepcopy(self.plain).double()
+            args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, own_copy(call))
+            with undisturbed(doubled), torch.no_grad():
+                run_example(doubled, own_copy((args, kwargs)))
+            self.hooked, self.plain, self.call = self.hooked.double(), doubled, (args, kwargs)
+            self.dtype = torch.float64
+        replace_scaling(self.hooked, self.scaling)
+        try:
+            found = detect_all(self.plain, skips, self.call)
+        except NoLongSkipsError as error:
+            raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
+        self.trace, self.skips = found.trace, list(zip(skips, found.paths, strict=True))
 
 
 def add_noise(model: nn.Module) -> None:
-    """Add noise to every all-zero parameter but the gates', the same for every copy of a model."""
+    """Add the same noise to the all-zero parameters of every copy: behind a zero weight every mistake is invisible."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -157,73 +145,89 @@ def add_noise(model: nn.Module) -> None:
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-# -------------------------------------------------------------------------------------------------- runs and comparison
+class _ScaleOperand(CountingMode):
+    """Scale the operand of a path's joins by a factor; keep the outputs of the `watched` ops."""
+
+    def __init__(self, path: SkipPath, factor: float, watched: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self.positions = {each.op.ordinal: each.position for each in (path, *path.earlier)}
+        self.factor, self.watched = factor, watched
+        self.expected, self.hits = len(self.positions), 0
+        self.outputs: dict[int, Tensor] = {}
+
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in JOIN_OPS and self.join in self.positions:
+            self.hits += 1
+            operands = list(args[0] if JOIN_OPS[name] == "cat" else args)
+            operands[self.positions[self.join]] = operands[self.positions[self.join]] * self.factor
+            args = (operands, *args[1:]) if JOIN_OPS[name] == "cat" else tuple(operands)
+        result = func(*args, **kwargs)
+        if self.op in self.watched:
+            self.outputs[self.op] = torch.cat([tensor.detach().double().flatten() for tensor in tensors_in(result)])
+        return result
 
 
-@dataclass(frozen=True)
-class _Result:
-    output: Tensor
-    gradients: list[Tensor] | None
+class _ScaleSlices(CountingMode):
+    """Scale the skip's channels behind its concatenation: in the output of norms, in the input of other ops."""
+
+    def __init__(self, trace: Trace, path: SkipPath, factor: float) -> None:
+        super().__init__()
+        self.uses = {trace.nodes[child].op for child in trace.children[path.join]}
+        self.channels, self.factor = path.op.channels(path.position), factor
+        self.expected, self.hits = len(trace.children[path.join]), 0
+
+    def on_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.op not in self.uses:
+            return func(*args, **kwargs)
+        if name == "group_norm":
+            return self._scale(func(*args, **kwargs))
+        return func(self._scale(args[0]), *args[1:], **kwargs)
+
+    def _scale(self, tensor: Tensor) -> Tensor:
+        self.hits += 1
+        factors = torch.ones(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
+        factors.narrow(0, *self.channels).fill_(self.factor)
+        return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
 
 
-def _run(model: nn.Module, call: Call, oracle: ScaleOperand | ScaleSlices | None = None, hits: int = 0) -> _Result:
-    """Outputs, and gradients of all weights and inputs; an oracle must act `hits` times."""
-    with undisturbed(model), torch.enable_grad():
-        leaves = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), own_copy(call))
+Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
+_Oracle = _ScaleOperand | _ScaleSlices
+
+
+def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: bool = True) -> Result:
+    """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
+    with undisturbed(model), torch.set_grad_enabled(gradients):
+        leaves = map_tensors(lambda t: t.requires_grad_(gradients and t.is_floating_point()), own_copy(call))
         inputs = map_tensors(torch.clone, leaves)  # leaves cannot be modified in place
         torch.manual_seed(0)  # the same noise in every run
-        if oracle is None:
+        with oracle or nullcontext():
             result = run_example(model, inputs)
-        else:
-            with oracle:
-                result = run_example(model, inputs)
-            if oracle.hits != hits:
-                raise VerificationError("verify: two runs of the model on the same example do not take the same path")
+        if oracle and oracle.hits != oracle.expected:
+            raise VerificationError("verify: two runs of the model on the same example do not take the same path")
         parts = [t.flatten() for t in tensors_in(result) if t.is_floating_point()]
         output = torch.cat([part.to(parts[0].dtype) for part in parts])
-    return _Result(output.detach(), _gradients(model, output, list(tensors_in(leaves))))
-
-
-def _gradients(model: nn.Module, output: Tensor, inputs: list[Tensor]) -> list[Tensor] | None:
-    """Gradients of a fixed weighted sum of the outputs."""
     if not output.requires_grad:
-        return None
+        return {"outputs": [output]}
     named = model.named_parameters()
     wanted: list[Tensor] = [p for name, p in named if not name.startswith(f"{ROOT_NAME}.") and p.requires_grad]
-    wanted += [t for t in inputs if t.requires_grad]
+    wanted += [t for t in tensors_in(leaves) if t.requires_grad]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
     found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    filled = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    return {"outputs": [output.detach()], "gradients": filled}
 
 
-def _oracle(trace: Trace, path: SkipPath, skip: LongSkip) -> tuple[ScaleOperand | ScaleSlices, int]:
-    """The mode that scales what the hooks of this skip should scale, and how often it acts."""
-    if not skip.after_norm:
-        return _scale_operand(path, FACTOR), 1 + len(path.earlier)
-    uses = [trace.nodes[child] for child in trace.children[path.join]]
-    norms = frozenset(use.op for use in uses if use.name == "group_norm")
-    others = frozenset(use.op for use in uses if use.name != "group_norm")
-    return ScaleSlices(norms, others, *path.op.channels(path.position), FACTOR), len(uses)
-
-
-def _scale_operand(path: SkipPath, factor: float, watched: frozenset[int] = frozenset()) -> ScaleOperand:
-    return ScaleOperand({each.op.ordinal: each.position for each in (path, *path.earlier)}, factor, watched)
-
-
-def _check(skip: LongSkip, hooked: _Result, oracle: _Result, unscaled: _Result, dtype: torch.dtype) -> SkipCheck:
+def _check(skip: LongSkip, hooked: Result, oracle: Result, unscaled: Result, dtype: torch.dtype) -> SkipCheck:
     tolerance = 1e-6 if dtype == torch.float64 else (1e-2 if dtype == torch.float32 else 1e-1)
-    pairs = {"outputs": ([hooked.output], [oracle.output], [unscaled.output])}
-    if hooked.gradients is not None and oracle.gradients is not None and unscaled.gradients is not None:
-        pairs["gradients"] = (hooked.gradients, oracle.gradients, unscaled.gradients)
-    errors = {what: _relative_error(*tensors) for what, tensors in pairs.items()}
+    shared = [what for what in hooked if what in oracle and what in unscaled]
+    errors = {what: _relative_error(hooked[what], oracle[what], unscaled[what]) for what in shared}
     for what, error in errors.items():
         if not error <= tolerance:
-            raise VerificationError(
-                f"verify: skip {skip.index} ({skip.made_in} -> {skip.used_in}, at {skip.consumer or 'the model itself'}): "
-                f"{what} differ from the oracle's by {error:.1e} of the effect; the hook scales something else than the "
-                "skip; nothing is scaled now if this came from scalelong.apply"
-            )
-    effect = float((oracle.output - unscaled.output).norm() / unscaled.output.norm().clamp_min(1e-30))
+            where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}, at {skip.consumer or 'the model itself'})"
+            wrong = f"{what} differ from the oracle's by {error:.1e} of the effect"
+            raise VerificationError(f"verify: {where}: {wrong}; the hook scales something else than the skip")
+    (scaled,), (plain,) = oracle["outputs"], unscaled["outputs"]
+    effect = float((scaled - plain).norm() / plain.norm().clamp_min(1e-30))
     return SkipCheck(skip.index, skip.made_in, skip.used_in, errors["outputs"], errors.get("gradients"), effect)
 
 
@@ -231,42 +235,41 @@ def _relative_error(got: Sequence[Tensor], expected: Sequence[Tensor], unscaled:
     """The largest deviation relative to the largest effect; 0 within rounding errors of the outputs."""
     if not all(bool(torch.isfinite(tensor).all()) for tensor in (*got, *expected)):
         return math.inf
-    deviation = max(_largest(a - b) for a, b in zip(got, expected, strict=True))
-    effect = max(_largest(a - b) for a, b in zip(expected, unscaled, strict=True))
-    rounding = 100 * torch.finfo(got[0].dtype).eps * max(_largest(a) for a in unscaled)
+    deviation = _largest(a - b for a, b in zip(got, expected, strict=True))
+    effect = _largest(a - b for a, b in zip(expected, unscaled, strict=True))
+    rounding = 100 * torch.finfo(got[0].dtype).eps * _largest(unscaled)
     return 0.0 if deviation <= rounding else deviation / max(effect, rounding)
 
 
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-# --------------------------------------------------------------------------------------------------------------- reach
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
 
 
 def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) -> list[Reach]:
     """The reach of each skip on this example; unchanged if it cannot be measured (no values, joins not visible)."""
-    unchanged = [skip.reach for skip in skips]
     if is_meta(model):
-        return unchanged
+        return [skip.reach for skip in skips]
     copied = copy.deepcopy(model)
     add_noise(copied)
     try:
-        found = detect(copied, example)
+        found = detect_all(copied, skips, example)
     except NoLongSkipsError:
-        return unchanged
-    if len(found.paths) != len(skips):
-        return unchanged
+        return [skip.reach for skip in skips]
     return [_reach(copied, found.trace, path, example) for path in found.paths]
 
 
 def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Reach:
     seen: set[str] = set()
     for each in (path, *path.earlier):
-        alone = replace(each, earlier=())
         ops = frozenset(trace.nodes[node].op for node in _inputs_of_next_layers(trace, each.join)) - {-1}
-        whole, half, zero = (_values(model, alone, example, factor, ops) for factor in (1.0, 0.5, 0.0))
-        seen |= {_effect(whole[op], half[op], zero[op]) for op in ops}
+        modes = [_ScaleOperand(replace(each, earlier=()), factor, ops) for factor in (1.0, 0.5, 0.0)]
+        for mode in modes:
+            with undisturbed(model), torch.no_grad():
+                torch.manual_seed(0)
+                call = own_copy(example)
+                with mode:
+                    run_example(model, call)
+        seen |= {_effect(*(mode.outputs[op] for mode in modes)) for op in ops}
     if seen == {"full"}:
         return "full"
     if seen <= {"cancelled"}:
@@ -275,30 +278,17 @@ def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Rea
 
 
 def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
-    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives.
-
-    A join that is itself weighted (addmm of a fused layer) counts as its own next layer.
-    """
-    if trace.nodes[join].weighted:
+    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives."""
+    if trace.nodes[join].weight:  # addmm of a fused layer
         return [join]
     seen, last = [join], set()
     for node in seen:
         for child in trace.children[node]:
-            if trace.nodes[child].weighted or trace.nodes[child].join is not None:
+            if trace.nodes[child].weight or trace.nodes[child].join is not None:
                 last.add(node)
             elif child not in seen:
                 seen.append(child)
     return sorted(last)
-
-
-def _values(model: nn.Module, path: SkipPath, example: Call, factor: float, ops: frozenset[int]) -> dict[int, Tensor]:
-    """The outputs of `ops` with the operand scaled by `factor`."""
-    with undisturbed(model), torch.no_grad():
-        torch.manual_seed(0)
-        call = own_copy(example)
-        with _scale_operand(path, factor, ops) as mode:
-            run_example(model, call)
-    return {op: torch.cat([t.double().flatten() for t in outputs]) for op, outputs in mode.outputs.items()}
 
 
 def _effect(whole: Tensor, half: Tensor, zero: Tensor) -> str:

@@ -96,9 +96,7 @@ def _check(images: Tensor, sigmas: Sequence[float]) -> None:
     if images.ndim < 2 or len(images) == 0:
         raise ValueError(f"images: at least one is needed, (B, ...), got shape {tuple(images.shape)}")
     if not images.is_floating_point():
-        raise TypeError(
-            f"images: must be floats in [-1, 1], got {images.dtype}; scalelong.data.to_float converts pixels"
-        )
+        raise TypeError(f"images: must be floats in [-1, 1], got {images.dtype}; convert with scalelong.data.to_float")
     wrong = [sigma for sigma in sigmas if not (math.isfinite(sigma) and sigma >= 0)]
     if wrong or not sigmas:
         raise ValueError(f"sigmas: must be numbers of at least 0, got {wrong or 'none'}; for example {SIGMAS}")

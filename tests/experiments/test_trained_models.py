@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
+from trained_models import fit_cs, learned_coefficients, robustness_curve
+
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.diffusion import VPSDE, Objective
-from scalelong.lab.trained import fit_cs, learned_coefficients, robustness_curve
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import scaling_of
 
