@@ -20,16 +20,15 @@ from scalelong.evaluation import (
     evaluate,
     evaluate_images,
     evaluate_run,
-    frechet_distance_of_features,
     kernel_distance,
-    load_training_data,
     reference_statistics,
     self_check,
 )
-from scalelong.evaluation.evaluate import SelfCheck, reference_features
+from scalelong.evaluation.evaluate import SelfCheck, load_training_data, reference_features
 from scalelong.evaluation.statistics import collect_statistics, image_batches
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
+from tests.evaluation.distance import frechet_distance_of_features
 from tests.training.tiny import tiny
 
 from .test_extractors import images

@@ -14,10 +14,10 @@ from scalelong.evaluation import (
     InceptionFeatures,
     RandomConvFeatures,
     extractors,
-    frechet_distance_of_features,
 )
 from scalelong.evaluation.extractors import _exact_convolutions, check_extractor, get_extractor, metric_name
 from scalelong.evaluation.weights import INCEPTION_SHA256, fetch_weights, find_weights
+from tests.evaluation.distance import frechet_distance_of_features
 
 
 class Named:
@@ -149,7 +149,7 @@ def test_the_true_network_on_cifar10() -> None:
 
 
 def test_an_extractor_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extractors.EXTRACTORS, "pixels", lambda device, _file: Named("pixels", "1"))
+    monkeypatch.setitem(extractors.EXTRACTORS, "pixels", lambda _device: Named("pixels", "1"))
     found = get_extractor("pixels")
     assert metric_name(found) == "FD(pixels)"
     assert found(images(2)).shape == (2, 768)

@@ -15,10 +15,10 @@ from scalelong.evaluation import (
     FeatureStatistics,
     FewSamplesWarning,
     RandomConvFeatures,
-    frechet_distance_of_features,
     reference_statistics,
 )
 from scalelong.evaluation.statistics import collect_statistics, image_batches
+from tests.evaluation.distance import frechet_distance_of_features
 
 from .test_extractors import images
 from .test_frechet import features

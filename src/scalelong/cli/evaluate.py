@@ -18,8 +18,8 @@ import torch
 import tyro
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
-from scalelong.evaluation import Evaluation, evaluate_run, get_extractor, load_condition, reference_statistics
-from scalelong.evaluation.evaluate import load_training_data, reference_features
+from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
+from scalelong.evaluation.evaluate import Evaluation, load_condition, load_training_data, reference_features
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
 

@@ -19,7 +19,7 @@ import tyro
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
-from scalelong.evaluation import load_condition, load_training_data
+from scalelong.evaluation.evaluate import load_condition, load_training_data
 from scalelong.runs import SAMPLES
 from scalelong.training import load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts

@@ -18,8 +18,8 @@ import tyro
 from scalelong.cli.arguments import PresetName
 from scalelong.data import DataError, Source, make_loader
 from scalelong.errors import require
-from scalelong.evaluation import EvaluationObserver, get_extractor
-from scalelong.evaluation.evaluate import check_count
+from scalelong.evaluation import get_extractor
+from scalelong.evaluation.evaluate import EvaluationObserver, check_count
 from scalelong.evaluation.extractors import check_extractor
 from scalelong.runs.presets import EXPECTED
 from scalelong.runs.settings import Conditioning

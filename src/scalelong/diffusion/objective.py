@@ -75,6 +75,10 @@ class Objective:
 
 
 def draw_time_and_noise(process: Process, seed: int, index: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(t, noise) of the samples `index` (B,), a function of seed and index alone; `shape` is that of one sample."""
+    """(t, noise) of the samples `index` (B,), a function of seed and index alone; `shape` is that of one sample.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> t, noise = draw_time_and_noise(VPSDE(), seed=0, index=torch.arange(4), shape=(3, 8, 8))
+    """
     t = process.time_from_uniform(uniform(seed, "time", index))
     return t, normal(seed, "noise", index, shape)

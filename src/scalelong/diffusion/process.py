@@ -33,7 +33,12 @@ def per_sample(value: Tensor, like: Tensor) -> Tensor:
 
 
 class Process(ABC):
-    """The forward noising process, and the times at which it is trained and sampled."""
+    """The forward noising process, and the times at which it is trained and sampled.
+
+    >>> x_t, alpha, sigma = VPSDE().diffuse(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.0, 1.0]))
+    >>> [round(value, 4) for value in x_t[:, 0].tolist()]
+    [1.0, 0.0066]
+    """
 
     name: ClassVar[str]
     predictions: ClassVar[tuple[str, ...]] = ("noise", "x0", "v")  # of the network; the first is the default
@@ -68,12 +73,7 @@ class Process(ABC):
         return torch.ones_like(_real(t))
 
     def diffuse(self, x0: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(x_t, alpha, sigma): the noisy samples, and their factors as (B, 1, ..., 1).
-
-        >>> x_t, alpha, sigma = VPSDE().diffuse(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.0, 1.0]))
-        >>> [round(value, 4) for value in x_t[:, 0].tolist()]
-        [1.0, 0.0066]
-        """
+        """(x_t, alpha, sigma): the noisy samples, and their factors as (B, 1, ..., 1)."""
         alpha, sigma = (per_sample(factor, x0) for factor in self.marginal(t))
         return alpha * x0 + sigma * noise, alpha, sigma
 
@@ -128,7 +128,10 @@ class ContinuousVP(Process):
 
 @dataclass(frozen=True)
 class VPSDE(ContinuousVP):
-    """Song et al. 2021, Eq. 32-33: beta(t) is linear, so log alpha is a parabola."""
+    """Song et al. 2021, Eq. 32-33: beta(t) is linear, so log alpha is a parabola.
+
+    >>> alpha, sigma = VPSDE(beta_max=10.0).marginal(torch.tensor([0.5]))
+    """
 
     beta_min: float = 0.1
     beta_max: float = 20.0
@@ -149,7 +152,10 @@ class VPSDE(ContinuousVP):
 
 @dataclass(frozen=True)
 class Cosine(ContinuousVP):
-    """Nichol and Dhariwal 2021, Eq. 17: alpha = cos(a) / cos(a_0), a = pi/2 (t + offset) / (1 + offset), a_0 = a(t=0)."""
+    """Nichol and Dhariwal 2021, Eq. 17: alpha = cos(a) / cos(a_0), a = pi/2 (t + offset) / (1 + offset), a_0 = a(t=0).
+
+    >>> alpha, sigma = Cosine().marginal(torch.tensor([0.5]))
+    """
 
     offset: float = 0.008
     name: ClassVar[str] = "cosine"
@@ -182,7 +188,10 @@ def _ddpm_marginals(num_steps: int, beta_start: float, beta_end: float, device: 
 
 @dataclass(frozen=True)
 class DDPM(Process):
-    """Ho et al. 2020: T discrete steps, beta linear. Time is the index 0..T-1; index 0 has been noised once."""
+    """Ho et al. 2020: T discrete steps, beta linear. Time is the index 0..T-1; index 0 has been noised once.
+
+    >>> alpha, sigma = DDPM(num_steps=100).marginal(torch.tensor([0, 99]))
+    """
 
     num_steps: int = 1000
     beta_start: float = 1e-4
@@ -215,7 +224,11 @@ class DDPM(Process):
 
 @dataclass(frozen=True)
 class EDM(Process):
-    """Karras et al. 2022: alpha = 1 and time is sigma, log-normal in training. Network and loss are preconditioned."""
+    """Karras et al. 2022: alpha = 1 and time is sigma, log-normal in training. Network and loss are preconditioned.
+
+    >>> EDM(sigma_max=40.0).prior_std
+    40.0
+    """
 
     sigma_data: float = 0.5
     sigma_min: float = 0.002

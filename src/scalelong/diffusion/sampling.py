@@ -214,6 +214,10 @@ def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
     """Classifier-free guidance (Ho and Salimans 2022): null + scale * (conditional - null) in one doubled batch.
 
     At scale 1 it is `net` itself. `null` is the null condition of one sample, tensors of (1, ...).
+
+    >>> net = guided(lambda x, time, label: x * label, {"label": torch.zeros(1)}, scale=2.0)
+    >>> net(torch.ones(1), torch.ones(1), label=torch.ones(1))
+    tensor([2.])
     """
     if scale == 1:
         return net

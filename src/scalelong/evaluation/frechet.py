@@ -34,10 +34,14 @@ class KernelDistance(NamedTuple):
 
 
 def frechet_distance(mean1: Array, cov1: Array, mean2: Array, cov2: Array) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), Dowson and Landau 1982; warns where a covariance lacks rank."""
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), Dowson and Landau 1982; warns where a covariance lacks rank.
+
+    >>> frechet_distance(torch.zeros(2), torch.eye(2), torch.ones(2), torch.eye(2))
+    2.0
+    """
     first, second = checked_gaussian(mean1, cov1, "1"), checked_gaussian(mean2, cov2, "2")
-    same = len(first[0]) == len(second[0])
-    require(same, "evaluation.mean2", f"of {len(first[0])} features as mean1 is", f"{len(second[0])} features")
+    dims = [len(mean) for mean, _ in (first, second)]
+    require(dims[0] == dims[1], "evaluation.mean2", f"of {dims[0]} features as mean1 is", dims[1])
     roots = [square_root(cov) for _, cov in (first, second)]
     for number, ((_, cov), root) in enumerate(zip((first, second), roots, strict=True), start=1):
         rank, live = root.shape[1], int((cov.diagonal() > 0).sum())
@@ -52,16 +56,6 @@ def frechet_distance(mean1: Array, cov1: Array, mean2: Array, cov2: Array) -> fl
     traces = roots[0].square().sum() + roots[1].square().sum()
     distance = (first[0] - second[0]).square().sum() + traces - 2 * common
     return max(0.0, float(distance))  # rounding may leave a trace of a negative number
-
-
-def frechet_distance_of_features(features1: Array, features2: Array) -> float:
-    """The same for Gaussians fitted to two sets of features (n, D)."""
-    parts: list[Tensor] = []
-    for number, features in enumerate((features1, features2), start=1):
-        samples = checked_features(features, f"evaluation.features{number}")
-        require(len(samples) >= 2, f"evaluation.features{number}", "at least 2 samples", len(samples))
-        parts += [samples.mean(0), torch.cov(samples.T).reshape(samples.shape[1], samples.shape[1])]
-    return frechet_distance(*parts)
 
 
 def square_root(cov: Tensor) -> Tensor:
@@ -94,7 +88,7 @@ def checked_gaussian(mean: Array, cov: Array, suffix: str) -> tuple[Tensor, Tens
     require_finite(m, mean_key)
     require_finite(c, cov_key)
     asymmetry = float((c - c.T).abs().max())
-    require(asymmetry <= 1e-6 * float(c.abs().max()), cov_key, "symmetric", f"entries {asymmetry:.3g} apart")
+    require(asymmetry <= 1e-6 * float(c.abs().max()), cov_key, "symmetric (|C - C^T| = 0)", asymmetry)
     return m, 0.5 * (c + c.T)
 
 
@@ -117,7 +111,12 @@ def require_finite(tensor: Tensor, key: str) -> None:
 def kernel_distance(
     features1: Array, features2: Array, *, subset_size: int = 1000, subsets: int = 100, seed: int = 0
 ) -> KernelDistance:
-    """KID (Binkowski et al. 2018): the unbiased MMD^2 under k(x, y) = (x.y / D + 1)^3, over random subsets of each set."""
+    """KID (Binkowski et al. 2018): the unbiased MMD^2 under k(x, y) = (x.y / D + 1)^3, over random subsets of each set.
+
+    >>> features = torch.randn(200, 4)
+    >>> kernel_distance(features, features + 1, subset_size=50).mean > 0.1
+    True
+    """
     x = checked_features(features1, "evaluation.features1")
     y = checked_features(features2, "evaluation.features2", x.shape[1]).to(x.device)
     check_subsets(subset_size, subsets, min(len(x), len(y)))

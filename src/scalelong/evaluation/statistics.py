@@ -169,7 +169,13 @@ def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) 
 def reference_statistics(
     source: Source, extractor: Extractor, *, cache: bool = True, root: str | Path | None = None
 ) -> FeatureStatistics:
-    """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n)."""
+    """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n).
+
+    >>> from scalelong.evaluation import RandomConvFeatures
+    >>> from scalelong.data import load_source
+    >>> reference_statistics(load_source("digits"), RandomConvFeatures(), cache=False).n
+    1797
+    """
     source = original_images(source, root)
     n, about = len(source), f"{source.fingerprint} {extractor.hash} {len(source)}"
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]

@@ -50,7 +50,10 @@ Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 
 
 class Trainer:
-    """A training run on one rank."""
+    """A training run on one rank; `train` is the short form.
+
+    >>> Trainer(RunConfig(), "runs/mine", [lambda step, model: {"step_twice": 2 * step}]).run()  # doctest: +SKIP
+    """
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
         self.ranks = PartialState(cpu=not torch.cuda.is_available())  # CPU ranks find each other only with the flag

@@ -33,7 +33,10 @@ ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 i
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model and what sampling from it needs: `load_run(folder).sample(SamplingSettings(count=16))`."""
+    """A trained model and what sampling from it needs.
+
+    >>> images = load_run("runs/demo/cs").sample(SamplingSettings(count=16))  # doctest: +SKIP
+    """
 
     folder: Path
     config: RunConfig
