@@ -74,13 +74,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def build_source(config: RunConfig) -> Source:
-    """The data of a run."""
     data = config.data
     return load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
 
 
 def build_objective(config: RunConfig) -> Objective:
-    """The process and what is predicted in it."""
     return Objective(get_process(config.diffusion.process), config.diffusion.prediction)
 
 

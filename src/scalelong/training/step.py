@@ -204,7 +204,6 @@ class Window:
     since: float = 0.0  # seconds of the run at its start
 
     def add(self, result: StepResult) -> None:
-        """Count a finite step; others are reported on their own."""
         if result.finite and not result.overflow:
             self.loss += result.loss
             self.gradient_norm += result.gradient_norm
@@ -247,18 +246,15 @@ class EMA:
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warm-up over the first steps, then constant."""
-    return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))
+    return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))  # linear warm-up
 
 
 def resolve_precision(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products in training."""
     auto = "bf16" if device.type == "cuda" else "fp32"
     return DTYPES[auto if config.training.precision == "auto" else config.training.precision]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """torch.autocast to this dtype; disabled for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
