@@ -52,7 +52,10 @@ Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 class Trainer:
     """A training run on one rank; `train` is the short form.
 
-    >>> Trainer(RunConfig(), "runs/mine", [lambda step, model: {"step_twice": 2 * step}]).run()  # doctest: +SKIP
+    >>> from scalelong.runs.presets import get_preset
+    >>> trainer = Trainer(get_preset("digits-demo"), "my-run", [lambda step, model: {"step_twice": 2 * step}])
+    >>> trainer.step, trainer.source.shape  # trainer.run() trains
+    (0, (1, 8, 8))
     """
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:

@@ -1,33 +1,42 @@
-"""Load a trained run and sample images from it.
+"""Load a trained run, from its folder or from an exported pipeline, and sample images from it.
 
 Image i is a function of (seed, i), up to the rounding of kernels that depend on the batch size.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from scalelong import skips
 from scalelong.backbones import as_network, fused
+from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
+from scalelong.runs import CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
+from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.condition import Condition
-from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
 
+INDEX = "model_index.json"  # diffusers' names, except the next one
+DESCRIPTION = "scalelong_run.json"
+DENOISER = "unet"
+AUTOENCODER = "vae"
+_WEIGHTS = "diffusion_pytorch_model*.safetensors"
 ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 images
 
 
@@ -35,7 +44,12 @@ ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 i
 class TrainedRun:
     """A trained model and what sampling from it needs.
 
-    >>> images = load_run("runs/demo/cs").sample(SamplingSettings(count=16))  # doctest: +SKIP
+    >>> from scalelong.runs.settings import ModelSettings, TrainingSettings
+    >>> from scalelong.training import train
+    >>> model = ModelSettings(patch_size=4, dim=16, depth=4, heads=2)
+    >>> folder = train(RunConfig(model=model, training=TrainingSettings(steps=1, batch_size=8)), "sampled-run")
+    >>> load_run(folder).sample(SamplingSettings("ddim", steps=2, count=16)).shape
+    torch.Size([16, 1, 8, 8])
     """
 
     folder: Path
@@ -190,3 +204,58 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+# ------------------------------------------------------------------------------------ exported pipelines
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """What the files of a pipeline do not say about its run; stored beside them."""
+
+    step: int
+    weights: str  # ema or model
+    shape: Shape  # of what is diffused
+    folded: bool  # the coefficients are in the weights
+    data: str  # fingerprint of the training data
+    condition: Conditioning
+
+
+def is_exported(folder: Path) -> bool:
+    return (folder / DESCRIPTION).is_file()
+
+
+def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
+    """The configuration, the description and the model of an exported pipeline."""
+    try:
+        stored: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+        channels, height, width = stored["shape"]
+        condition = Conditioning.from_state(stored["condition"])
+        exported = ExportedRun(**{**stored, "shape": (channels, height, width), "condition": condition})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
+    config = from_yaml(folder / CONFIG)
+    if exported.folded:
+        config = replace(config, scaling=ScalingSettings("none"))
+    model = build_model(config, exported.shape, exported.condition)
+    if exported.folded:
+        skips.remove(model)  # folded weights have no state of a scaling
+    files = sorted((folder / DENOISER).glob(_WEIGHTS))
+    if not files:
+        raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
+    weights = {name.removeprefix("uvit."): value for file in files for name, value in load_file(file).items()}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({error})") from error
+    if exported.folded:
+        skips.apply(model, config.scaling.method)
+    return config, exported, model
+
+
+def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | None:
+    """The autoencoder in an exported pipeline of latents; None for any other folder."""
+    if not is_exported(folder) or not (folder / AUTOENCODER).is_dir():
+        return None
+    scale = float(json.loads((folder / INDEX).read_text())["latent_scale"])
+    return load_autoencoder(folder / AUTOENCODER, device, scale)
