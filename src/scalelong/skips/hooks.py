@@ -1,6 +1,7 @@
 """The scaling on a model: attach and detach it, and check what is done to a scaled model (wrappers, state dicts).
 
 A forward-pre-hook on each consumer scales the skip on its way in. The scaling is registered once, as `model.scalelong`.
+No hook refers to the model itself: classes that copy by pickling their state (EDM's `persistence`) cannot copy a cycle.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def attach(
             module.register_forward_hook(scale_output)
     model.add_module(ROOT_NAME, scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
-    model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
 
 
@@ -64,9 +66,18 @@ def detach(model: nn.Module) -> None:
     _drop(model._state_dict_pre_hooks, restore_constants)
 
 
+def _tensors_of(model: nn.Module) -> nn.Module:
+    """A module that shares the model's tables of parameters, buffers and submodules; its copy shares those of the copy."""
+    tables = nn.Module()
+    for name in ("_parameters", "_buffers", "_modules"):
+        object.__setattr__(tables, name, getattr(model, name))
+    return tables
+
+
 def _drop(hooks: dict[int, Any], function: Any) -> list[int]:
-    """Remove a hook function from a module's registry; torch wraps some hooks."""
-    keys = [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]
+    """Remove a hook function from a module's registry; it may be wrapped by torch, and by `partial`."""
+    inner = {key: getattr(hook, "hook", hook) for key, hook in hooks.items()}
+    keys = [key for key, hook in inner.items() if getattr(hook, "func", hook) is function]
     for key in keys:
         del hooks[key]
     return keys
