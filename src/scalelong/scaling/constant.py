@@ -145,4 +145,4 @@ class ConstantScaling(Scaling):
         return self.values[index - 1]
 
     def current(self) -> list[float]:
-        return list(self.values)
+        return [float(f"{value:.15g}") for value in self.values]  # 0.49 rather than 0.48999999999999994

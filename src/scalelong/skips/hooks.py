@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scalelong.scaling.constant import Scaling
 from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputChannels, scale_inputs, scale_output
 
-ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict
+ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 _SKIPS = "_scalelong_skips"
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -48,9 +48,9 @@ def attach(
             module.register_forward_pre_hook(scale_inputs, with_kwargs=True)
         if here.outputs or here.block is not None:
             module.register_forward_hook(scale_output)
-    model.add_module(ROOT_NAME, scaling)
+    model.add_module(root_name(model), scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
-    model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))
+    model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
 
 
@@ -60,7 +60,7 @@ def detach(model: nn.Module) -> None:
         for key in _drop(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         _drop(module._forward_hooks, scale_output)
-    delattr(model, ROOT_NAME)
+    delattr(model, root_name(model))
     delattr(model, _SKIPS)
     _drop(model._load_state_dict_pre_hooks, check_state_dict)
     _drop(model._state_dict_pre_hooks, restore_constants)
@@ -91,7 +91,13 @@ def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
     """Exchange the scaling behind the hooks of a model; used on copies, to check the hooks themselves."""
     for module in _hooked(model):
         object.__setattr__(module, ATTACHMENT, replace(getattr(module, ATTACHMENT), scaling=scaling))
-    model.add_module(ROOT_NAME, scaling)
+    model.add_module(root_name(model), scaling)
+
+
+def root_name(model: nn.Module) -> str:
+    """The name that the scaling is registered under, or will be: another one if the model uses the usual name itself."""
+    found = (name for name, child in model._modules.items() if isinstance(child, Scaling))
+    return next(found, f"{ROOT_NAME}_module" if hasattr(model, ROOT_NAME) else ROOT_NAME)
 
 
 def attached_skips(model: nn.Module) -> list[LongSkip]:
@@ -104,7 +110,7 @@ def is_scaled(model: nn.Module) -> bool:
     >>> is_scaled(nn.Linear(2, 2))
     False
     """
-    return isinstance(model._modules.get(ROOT_NAME), Scaling)
+    return root_name(model) in model._modules
 
 
 def scaling_of(model: nn.Module) -> Scaling:
@@ -114,7 +120,7 @@ def scaling_of(model: nn.Module) -> Scaling:
     >>> print(scaling_of(scalelong.apply(diffusers.UNet1DModel(), "cs").model).config)
     cs(kappa=0.7)
     """
-    scaling = model._modules.get(ROOT_NAME)
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         wrapper = wrapper_of(model)
         remedy = f"pass the model inside {wrapper}" if wrapper else "call scalelong.apply(model, ...) first"
@@ -127,8 +133,12 @@ def check_unscaled(model: nn.Module) -> None:
     check_unwrapped(model)
     if any(True for _ in _hooked(model)):
         raise ValueError(f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) first")
-    if hasattr(model, ROOT_NAME):
-        raise ValueError(f"model: it has an attribute {ROOT_NAME!r} of its own, where the gates would be stored")
+    if isinstance(own := getattr(model, ROOT_NAME, 0), (int, str)) and own:
+        twice = f"this {type(model).__name__} scales its skips itself (its attribute {ROOT_NAME!r} is {own!r})"
+        remedy = (
+            "build it without (scalelong=0), or use scalelong.load_official_uvit for weights of the public U-ViT code"
+        )
+        raise ValueError(f"model: {twice}; {remedy}")
     if isinstance(model, nn.Sequential):
         name = type(model).__name__
         raise TypeError(f"model: a {name} would run the gates as a layer; make it an attribute of a module, scale that")
@@ -154,10 +164,10 @@ def reset_compiled() -> None:
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: refuse weights that were trained with another scaling, before anything is loaded."""
-    scaling = model._modules[ROOT_NAME]
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
-    here = f"{prefix}{ROOT_NAME}."
+    here = f"{prefix}{root_name(model)}."
     given = {key.removeprefix(here): value for key, value in state_dict.items() if key.startswith(here)}
     expected, remedy = scaling.state_dict(), "apply the scaling they were trained with first"
     if not given:
@@ -180,7 +190,7 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
 
 def restore_constants(model: nn.Module, *_: Any) -> None:
     """State-dict pre-hook: refill buffers that `to_empty` left uninitialized."""
-    scaling = model._modules[ROOT_NAME]
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
     for key, value in _constants(scaling).items():
@@ -191,18 +201,19 @@ def restore_constants(model: nn.Module, *_: Any) -> None:
 
 def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
     """Weights without a scaling: whole models raise for gates and warn for constants, parts of a model pass."""
-    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{ROOT_NAME}."))
+    name = root_name(model)
+    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{name}."))
     has_gates = any(True for _ in scaling.parameters())
     if complete and has_gates:
-        lacking = f"state_dict.{prefix}{ROOT_NAME}.*: the weights contain no gates for {scaling.config}"
+        lacking = f"state_dict.{prefix}{name}.*: the weights contain no gates for {scaling.config}"
         raise ValueError(f"{lacking}; to start from them, load the weights before scalelong.apply")
     if complete:
-        lacking = f"the loaded weights have no scaling (no {prefix}{ROOT_NAME}.*)"
+        lacking = f"the loaded weights have no scaling (no {prefix}{name}.*)"
         warnings.warn(f"{lacking}, they were trained without; the model keeps {scaling.config}", stacklevel=5)
     if not has_gates:
         for key, value in _constants(scaling).items():
             own = scaling.get_buffer(key)
-            state_dict[f"{prefix}{ROOT_NAME}.{key}"] = value if own.is_meta else value.to(own)
+            state_dict[f"{prefix}{name}.{key}"] = value if own.is_meta else value.to(own)
 
 
 def _constants(scaling: Scaling) -> dict[str, Tensor]:
