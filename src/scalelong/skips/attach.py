@@ -18,7 +18,7 @@ from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
 from scalelong.skips.example import as_call, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import is_scaled, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
 from scalelong.skips.tracing.nesting import NoLongSkipsError
@@ -26,7 +26,6 @@ from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
 Placement = Literal["before", "after_norm"]
-CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
 MAX_ROWS = 16  # of a handle's repr
 
 
@@ -242,6 +241,7 @@ def write_config(model: Any, stored: dict[str, Any] | None) -> None:
     if not hasattr(model, "register_to_config"):
         return
     if stored is not None:
+        scaling_of(model).written = stored
         model.register_to_config(**{CONFIG_KEY: stored})
     else:
         entries = model._internal_dict

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from scalelong.scaling.constant import Scaling
 from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputChannels, scale_inputs, scale_output
 
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
+CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
 _SKIPS = "_scalelong_skips"
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -51,6 +52,7 @@ def attach(
     model.add_module(root_name(model), scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(warn_of_missing)  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
 
 
@@ -63,6 +65,7 @@ def detach(model: nn.Module) -> None:
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
     _drop(model._load_state_dict_pre_hooks, check_state_dict)
+    _drop(model._load_state_dict_post_hooks, warn_of_missing)
     _drop(model._state_dict_pre_hooks, restore_constants)
 
 
@@ -207,13 +210,25 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
     if complete and has_gates:
         lacking = f"state_dict.{prefix}{name}.*: the weights contain no gates for {scaling.config}"
         raise ValueError(f"{lacking}; to start from them, load the weights before scalelong.apply")
-    if complete:
-        lacking = f"the loaded weights have no scaling (no {prefix}{name}.*)"
-        warnings.warn(f"{lacking}, they were trained without; the model keeps {scaling.config}", stacklevel=5)
+    scaling.loaded_without = complete
     if not has_gates:
         for key, value in _constants(scaling).items():
             own = scaling.get_buffer(key)
             state_dict[f"{prefix}{name}.{key}"] = value if own.is_meta else value.to(own)
+
+
+def warn_of_missing(model: nn.Module, *_: Any) -> None:
+    """Load-state-dict post-hook: warn of weights without a scaling, unless a saved config that names it was loaded first, as
+    diffusers' training scripts do when they resume: its `from_pretrained` drops the constants."""
+    scaling = model._modules.get(root_name(model))
+    if not isinstance(scaling, Scaling):
+        return
+    missing, scaling.loaded_without = scaling.loaded_without, False
+    config = getattr(model, "config", None)
+    registered = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
+    if missing and (registered is scaling.written or registered != scaling.written):
+        lacking = f"the loaded weights have no scaling (no {root_name(model)}.*), they were trained without"
+        warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=4)
 
 
 def _constants(scaling: Scaling) -> dict[str, Tensor]:

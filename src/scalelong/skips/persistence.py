@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, remove, to_json, write_config
+from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
