@@ -63,7 +63,8 @@ class Handle:
             return ""
         norms = f"norms cancel kappa on {cancelled} of {len(self.skips)} skips, except in the block's shortcut"
         remedy = 'placement="after_norm"' + (" (for constant methods)" if self.config.method == "ls" else "")
-        return f"{norms}; {remedy} lets it act in full, see docs/use.md for what that changed in training"
+        measured = "DDPM's CIFAR-10 UNet, 800 steps: calmer features, loss 3.7% higher"
+        return f"{norms}; {remedy} lets it act in full ({measured})"
 
     def __str__(self) -> str:
         table = skip_table(self.skips, self.coefficients())
