@@ -7,7 +7,7 @@ PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow lint docs browser clean help
+.PHONY: demo test test-slow test-portable lint docs browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -33,6 +33,10 @@ docs: $(STAMP)   ## build the site into site/
 
 test: lint docs  ## set everything up, lint, type-check, build the docs, run the tests
 	$(BIN)/pytest -n 2
+
+test-portable: $(STAMP)  ## the fast tests as on other CPUs: without vector instructions, and with AVX2 on two threads
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -n 2
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 TEST_THREADS=2 $(BIN)/pytest -n 2
 
 browser:         ## Debian's chromium, for the report's tests, where it is missing and can be installed
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } || \

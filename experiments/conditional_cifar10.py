@@ -21,14 +21,8 @@ from common import Options, base_config, compared, setting
 from output import Claim, beats, print_claims, print_table, save, write_csv, write_summary
 from torch import Tensor
 
-from scalelong.evaluation import (
-    Evaluation,
-    evaluate_run,
-    get_extractor,
-    load_condition,
-    load_training_data,
-    reference_statistics,
-)
+from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
+from scalelong.evaluation.evaluate import Evaluation, load_condition, load_training_data
 from scalelong.runs.settings import ConditionSettings, SamplingSettings
 from scalelong.training import RunConfig, TrainedRun
 from scalelong.training.condition import choose_classes

@@ -21,7 +21,8 @@ from scalelong.backbones.autoencoder import load_autoencoder
 from scalelong.data import load_source
 from scalelong.data.images import save_grid
 from scalelong.data.latents import Origin, encode
-from scalelong.evaluation import evaluate_run, get_extractor, load_training_data, reference_statistics
+from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
+from scalelong.evaluation.evaluate import load_training_data
 from scalelong.training import RunConfig, TrainedRun, get_preset
 from scalelong.training.autoencoder import AutoencoderSettings, train_autoencoder
 

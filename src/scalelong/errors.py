@@ -24,3 +24,14 @@ def unknown_name(key: str, name: object, known: Iterable[str]) -> ValueError:
     """
     names = list(known)
     return ValueError(f"{key}: unknown {name!r}; {did_you_mean(name, names)}choose one of {', '.join(names)}")
+
+
+def require(holds: bool, key: str, rule: str, value: object) -> None:
+    """Raise a ValueError unless `holds`.
+
+    >>> require(False, "training.steps", "at least 1", 0)
+    Traceback (most recent call last):
+    ValueError: training.steps: must be at least 1, got 0
+    """
+    if not holds:
+        raise ValueError(f"{key}: must be {rule}, got {value!r}")

@@ -51,7 +51,7 @@ def test_presets_have_the_published_sizes(
     name: str, shape: tuple[int, int, int], condition: Conditioning | None, parameters: int, tokens: int, skips: int
 ) -> None:
     with torch.device("meta"):
-        model = build_model(get_preset(name), shape, condition)
+        model = build_model(get_preset(name), shape, condition or Conditioning())
     assert isinstance(model, UViT)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert (model.num_tokens, model.num_skips) == (tokens, skips)

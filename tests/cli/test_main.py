@@ -165,7 +165,7 @@ def test_probes_and_evaluations_are_recorded_while_training(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "told"),
     [
-        ("--evaluate-samples", "1", "sampling.count: a distance needs at least 2 images, got 1"),
+        ("--evaluate-samples", "1", "sampling.count: must be at least 2 for a distance, got 1"),
         ("--evaluate-extractor", "vgg", "extractor: unknown 'vgg'; choose one of inception, random-conv"),
         ("--evaluate-every", "-4", "evaluate-every: must be a number of steps, or 0 for never, got -4"),
         ("--probe-every", "-1", "probe-every: must be a number of steps, or 0 for never, got -1"),

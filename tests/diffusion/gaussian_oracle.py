@@ -76,8 +76,8 @@ def cubature(dims: int) -> Tensor:
     return torch.cat([points, -points])
 
 
-def sampled(objective, net, start, *, null=None, spacing="", eta=0.0, **options):
+def sampled(objective, net, start, *, null=None, spacing="", **options):
     """`sample` with the settings and the condition as keywords, and without clipping unless asked for."""
     names = {field.name for field in dataclasses.fields(SamplingSettings)}
     settings = SamplingSettings(**{"clip": False} | {name: options.pop(name) for name in names & options.keys()})
-    return sample(objective, net, start, settings, null=null, spacing=spacing, eta=eta, **options)
+    return sample(objective, net, start, settings, null=null, spacing=spacing, **options)

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -171,10 +169,9 @@ def test_edm_times_are_eq_5():
     torch.testing.assert_close(linear, torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))
 
 
-def test_get_process_passes_options_on():
-    assert get_process("vp", beta_max=12.0) == VPSDE(0.1, 12.0)
+def test_get_process_by_name():
     assert [type(get_process(name)) for name in ("vp", "ddpm", "cosine", "edm")] == [VPSDE, DDPM, Cosine, EDM]
-    assert math.isclose(get_process("edm", sigma_max=10.0).prior_std, 10.0)
+    assert EDM(sigma_max=10.0).prior_std == 10.0
 
 
 @pytest.mark.parametrize(
@@ -183,10 +180,6 @@ def test_get_process_passes_options_on():
         (
             lambda: get_process("cosin"),
             ["diffusion.process", "'cosin'", "did you mean 'cosine'", "vp, ddpm, cosine, edm"],
-        ),
-        (
-            lambda: get_process("vp", beta_mim=1),
-            ["diffusion.process", "beta_mim", "did you mean 'beta_min'", "beta_max"],
         ),
         (lambda: VPSDE(beta_min=0.0), ["diffusion.process.beta_min", "positive", "0.0"]),
         (lambda: VPSDE(beta_max=0.05), ["diffusion.process.beta_max", "0.05"]),

@@ -17,19 +17,18 @@ from scalelong.evaluation import (
     FewSamplesWarning,
     InceptionFeatures,
     RandomConvFeatures,
-    SelfCheck,
     evaluate,
     evaluate_images,
     evaluate_run,
-    frechet_distance_of_features,
     kernel_distance,
-    load_training_data,
     reference_statistics,
     self_check,
 )
-from scalelong.evaluation.evaluate import reference_features
+from scalelong.evaluation.evaluate import SelfCheck, load_training_data, reference_features
+from scalelong.evaluation.statistics import collect_statistics, image_batches
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
+from tests.evaluation.distance import frechet_distance_of_features
 from tests.training.tiny import tiny
 
 from .test_extractors import images
@@ -52,7 +51,7 @@ def test_result_is_the_distance_of_the_features() -> None:
 
 def test_real_images_are_nearer_than_noise() -> None:
     extractor = RandomConvFeatures(channels=4)
-    reference = reference_statistics(DIGITS, extractor, num_images=900, cache=False)
+    reference = collect_statistics(image_batches(DIGITS, 0, 900), extractor)
     rest = evaluate_images([DIGITS.read_many(range(900, 1797))], reference, extractor)
     noise = evaluate_images([images(897, channels=1, size=8)], reference, extractor)
     assert noise.value > 20 * rest.value
@@ -94,7 +93,7 @@ def test_what_kid_cannot_do_is_refused_before_any_work(options: dict[str, Any], 
 def test_few_images_warn_and_too_few_are_refused() -> None:
     extractor = RandomConvFeatures(channels=4)
     reference = reference_statistics(DIGITS, extractor, cache=False)
-    with pytest.warns(FewSamplesWarning, match="16 samples for 16 features"):
+    with pytest.warns(FewSamplesWarning, match="cov1: rank 15 of 16 features"):
         evaluate_images([images(16, channels=1, size=8)], reference, extractor)
     for batches in ([], [images(1, channels=1, size=8)]):
         with pytest.raises(ValueError, match="at least 2 samples"):
@@ -150,7 +149,7 @@ def test_ranks_share_the_images(run: TrainedRun) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"count": 1}, "sampling.count: a distance needs at least 2 images, got 1"),
+        ({"count": 1}, "sampling.count: must be at least 2 for a distance, got 1"),
         ({"sampler": "dimm"}, "sampling.sampler: unknown 'dimm'"),
         ({"steps": -1}, "sampling.steps: must be at least 1"),
         ({"batch_size": 0}, "sampling.batch_size: must be at least 1"),
@@ -165,7 +164,7 @@ def test_impossible_settings_are_refused_before_any_work(run: TrainedRun, option
 def test_a_run_is_not_measured_against_other_data_than_its_own(run: TrainedRun) -> None:
     assert run.data == load_training_data(run).fingerprint
     assert len(load_training_data(dataclasses.replace(run, data=""))) == 1797  # older exports lack the fingerprint
-    with pytest.raises(DataError, match=r"run was trained on other data than digits holds now; put the old data back"):
+    with pytest.raises(DataError, match=r"run was trained on other data than digits is now; put it back"):
         load_training_data(dataclasses.replace(run, data="0" * 64))
 
 
@@ -174,16 +173,16 @@ def test_check_compares_halves_and_splits(
 ) -> None:
     """The arithmetic of the check, on a small network and a small data set."""
 
-    def small(device: str, weights: Path | None, batch_size: int, **options: object) -> InceptionFeatures:
-        return InceptionFeatures(device, weights, batch_size, name="colour")
+    def small(device: str, weights: Path | None, **options: object) -> InceptionFeatures:
+        return InceptionFeatures(device, weights, batch_size=16, name="colour")
 
     sources = {"train": images(60, size=8), "test": images(20, size=8, seed=1) // 2}
     monkeypatch.setattr(evaluate, "InceptionFeatures", small)
     monkeypatch.setattr(evaluate, "load_source", lambda name, root, split="train": MemorySource(split, sources[split]))
     with caplog.at_level(logging.WARNING):
-        found = self_check("cpu", small_network, batch_size=16)
+        found = self_check("cpu", small_network)
     assert "hours on a CPU" in caplog.text
-    features = small("cpu", small_network, 60)
+    features = small("cpu", small_network)
     train, test = features(sources["train"]), features(sources["test"])
     assert found.halves == pytest.approx(frechet_distance_of_features(train[:30], train[30:]), rel=1e-6)
     assert found.train_test == pytest.approx(frechet_distance_of_features(train, test), rel=1e-6)

@@ -13,11 +13,11 @@ from scalelong.evaluation import (
     FewSamplesWarning,
     InceptionFeatures,
     RandomConvFeatures,
-    frechet_distance_of_features,
-    metric_name,
+    extractors,
 )
-from scalelong.evaluation.extractors import _exact_convolutions
+from scalelong.evaluation.extractors import _exact_convolutions, check_extractor, get_extractor, metric_name
 from scalelong.evaluation.weights import INCEPTION_SHA256, fetch_weights, find_weights
+from tests.evaluation.distance import frechet_distance_of_features
 
 
 class Named:
@@ -146,3 +146,14 @@ def test_the_true_network_on_cifar10() -> None:
     with pytest.warns(FewSamplesWarning):
         far = frechet_distance_of_features(features, extractor(images(16, size=32)))
     assert far > 1.5 * near
+
+
+def test_an_extractor_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(extractors.EXTRACTORS, "pixels", lambda _device: Named("pixels", "1"))
+    found = get_extractor("pixels")
+    assert metric_name(found) == "FD(pixels)"
+    assert found(images(2)).shape == (2, 768)
+    with pytest.raises(ValueError, match=r"extractor: unknown 'pixel'; did you mean 'pixels'\?"):
+        check_extractor("pixel")
+    with pytest.raises(ValueError, match="leave it out with --extractor pixels"):
+        check_extractor("pixels", "file.pt")

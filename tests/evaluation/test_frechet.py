@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from scalelong.evaluation import (
     FewSamplesWarning,
     frechet_distance,
-    frechet_distance_of_features,
     kernel_distance,
 )
 from scalelong.evaluation.frechet import squared_mmd
+from tests.evaluation.distance import frechet_distance_of_features
 
 
 def features(n: int, dim: int, seed: int, shift: float = 0.0) -> Tensor:
@@ -122,7 +122,7 @@ def test_features_that_never_vary_are_no_lack_of_samples() -> None:
 
 def test_errors_name_the_argument() -> None:
     mean, cov = torch.zeros(3), torch.eye(3)
-    with pytest.raises(ValueError, match=r"evaluation\.mean2: has 4 features, mean1 has 3"):
+    with pytest.raises(ValueError, match=r"evaluation\.mean2: must be of 3 features as mean1 is, got 4"):
         frechet_distance(mean, cov, torch.zeros(4), torch.eye(4))
     with pytest.raises(ValueError, match=r"evaluation\.cov2: must be \(3, 3\)"):
         frechet_distance(mean, cov, mean, torch.eye(4))
@@ -132,10 +132,6 @@ def test_errors_name_the_argument() -> None:
         frechet_distance(mean, torch.diag_embed(torch.tensor([1.0, math.inf, 1.0])), mean, cov)
     with pytest.raises(ValueError, match=r"evaluation\.cov1: must be symmetric"):
         frechet_distance(mean, torch.eye(3).roll(1, 0), mean, cov)
-    with pytest.raises(ValueError, match=r"evaluation\.features2: needs at least 2 samples, got 1"):
-        frechet_distance_of_features(torch.zeros(5, 3), torch.zeros(1, 3))
-    with pytest.raises(ValueError, match=r"evaluation\.features1: 2 of 15 values are not finite"):
-        frechet_distance_of_features(torch.tensor([[math.nan, 0, math.inf]] + [[0.0] * 3] * 4), torch.zeros(5, 3))
 
 
 def test_decompositions_take_one_thread_and_give_the_others_back(monkeypatch) -> None:

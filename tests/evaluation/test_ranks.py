@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from scalelong.evaluation import FeatureStatistics, RandomConvFeatures, Result, evaluate_images
+from scalelong.evaluation import FeatureStatistics, RandomConvFeatures, evaluate_images
+from scalelong.evaluation.evaluate import Result
 from scalelong.evaluation.statistics import all_parts
 
 from .test_extractors import images

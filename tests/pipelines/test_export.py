@@ -23,7 +23,6 @@ from scalelong.diffusion import DDPM, Objective, get_process, guided, sample
 from scalelong.pipelines import Exported, _uvit_file, export_pipeline, scheduler_for
 from scalelong.runs.settings import SamplingSettings
 from scalelong.training import TrainedRun, load_run, train
-from scalelong.training.build import build_pixels
 from scalelong.training.checkpoint import CheckpointError
 from scalelong.training.run import load_pixels
 from tests.training.tiny import tiny
@@ -195,7 +194,7 @@ def test_latents_are_decoded_by_their_autoencoder(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = reference(run, as_network(run.model), pipe.scheduler, noise)
     sampled = pipe(latents=noise, num_inference_steps=STEPS, output_type="pt").images
-    pixels = build_pixels(run.config, torch.device("cpu"), run.data)(expected)
+    pixels = load_pixels(run, torch.device("cpu"))(expected)
     assert sampled.shape == (3, 1, 8, 8)
     assert ((sampled * 255).round() - pixels.float()).abs().max() <= 1
     Path(run.config.data.name.removeprefix("latents:")).rename(tmp_path / "elsewhere")

@@ -115,14 +115,14 @@ def test_accumulating_gives_the_same_run_up_to_rounding(tmp_path) -> None:
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch) -> None:
     trainer = Trainer(tiny(), tmp_path / "run")
-    real = trainer._state
+    real = loop.save_checkpoint
 
-    def full_at_step_8() -> dict[str, object]:
-        if trainer.step == 8:
+    def full_at_step_8(folder: Path, step: int, *rest: object) -> Path:
+        if step == 8:
             raise OSError(28, "No space left on device")
-        return real()
+        return real(folder, step, *rest)
 
-    monkeypatch.setattr(trainer, "_state", full_at_step_8)
+    monkeypatch.setattr(loop, "save_checkpoint", full_at_step_8)
     with pytest.raises(CheckpointError, match=r"step 8: the checkpoint could not be written.*intact"):
         trainer.run()
     assert newest(tmp_path / "run").name == "step-00000004"
@@ -264,7 +264,7 @@ class TestLoadRun:
         with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
             load_run(folder)
         (folder / "scalelong.json").touch()
-        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load and is not a run folder"):
+        with pytest.raises(CheckpointError, match=r"holds weights for scalelong\.load, it is not a run folder"):
             load_run(folder)
 
 

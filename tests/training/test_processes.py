@@ -138,7 +138,7 @@ def test_a_batch_that_two_ranks_cannot_share_is_refused(tmp_path) -> None:
     process = start(tmp_path / "run", 2, training_batch_size=5)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "training.batch_size: 5 is not divisible by 2 ranks" in output
+    assert "training.batch_size: must be a multiple of 2 (2 ranks x 1 micro-batches), got 5" in output
     assert not (tmp_path / "run").exists()
 
 

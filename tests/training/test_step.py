@@ -1,11 +1,22 @@
-"""The parts of a step: average, learning rate, indices, precision."""
+"""The parts of a step: average, learning rate, indices, precision; what is done at non-finite steps."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from scalelong.training.step import EMA, learning_rate, resolve_precision, sample_indices
+from scalelong.training import NonFiniteError
+from scalelong.training.step import (
+    EMA,
+    Guard,
+    describe,
+    find_suspects,
+    learning_rate,
+    resolve_precision,
+    sample_indices,
+)
 from tests.training.tiny import tiny
 
 
@@ -13,7 +24,7 @@ def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     ema = EMA(model, decay=0.5)
     expected = model.weight.detach().clone()
-    for step in range(1, 6):
+    for step in range(1, 13):  # the warm-up reaches 0.5 at step 8
         with torch.no_grad():
             model.weight.fill_(step)
         ema.update(step)
@@ -21,13 +32,6 @@ def test_the_average_is_the_recursion_with_a_warmed_up_decay() -> None:
         expected = decay * expected + (1 - decay) * step
         torch.testing.assert_close(ema.model.weight, expected.expand_as(model.weight))
     assert not ema.model.weight.requires_grad
-
-
-def test_the_decay_warms_up_and_stays_below_its_limit() -> None:
-    ema = EMA(torch.nn.Linear(1, 1), 0.9999)
-    assert ema.decay_at(0) == 0.1
-    assert ema.decay_at(90) == 0.91
-    assert ema.decay_at(10**7) == 0.9999
 
 
 def test_the_rate_warms_up_linearly() -> None:
@@ -52,3 +56,28 @@ def test_precision_follows_the_device() -> None:
     assert resolve_precision(tiny(), torch.device("cpu")) == torch.float32
     assert resolve_precision(tiny(), torch.device("cuda")) == torch.bfloat16
     assert resolve_precision(tiny(training_precision="bf16"), torch.device("cpu")) == torch.bfloat16
+
+
+def test_the_bad_samples_are_named() -> None:
+    suspects = find_suspects(
+        torch.tensor([1.0, math.nan, math.inf]), torch.tensor([7, 8, 9]), torch.tensor([0.1, 0.2, 0.3])
+    )
+    sentence = describe(5, math.nan, math.nan, suspects)
+    assert sentence.startswith("step 5: the loss is not finite")
+    assert "samples [8, 9] at t = [0.2, 0.3]" in sentence
+    assert "gradient is not finite" in describe(5, 1.0, math.inf, [])
+
+
+def test_each_policy_does_what_it_says() -> None:
+    with pytest.raises(NonFiniteError, match=r"stopped before the update.*training\.on_nonfinite"):
+        Guard("raise", 10).judge(3, "step 3")
+    skip = Guard("skip", 2)
+    assert [skip.judge(step, "s") for step in (3, 8)] == ["skip", "skip"]
+    with pytest.raises(NonFiniteError, match=r"training\.max_nonfinite = 2"):
+        skip.judge(9, "s")
+    rewind = Guard("rewind", 2)
+    assert rewind.judge(3, "s") == "rewind"
+    again = Guard("rewind", 2)
+    again.restore(rewind.state())
+    assert again.avoid == {3}
+    assert again.rewinds == 1

@@ -1,6 +1,4 @@
-"""Evaluate a trained run: FID of its averaged weights against its own data, into the run's metrics.jsonl.
-
-Defaults of the sampler are the run's own.
+"""Measure the FID of a trained run against its own data, into its metrics.jsonl; the sampler defaults to the run's own.
 
 Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --seeds 0 1 2
 
@@ -9,10 +7,10 @@ Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --weights model --prec
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,23 +18,14 @@ import torch
 import tyro
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
-from scalelong.evaluation import (
-    Evaluation,
-    evaluate_run,
-    get_extractor,
-    load_condition,
-    load_training_data,
-    reference_statistics,
-)
-from scalelong.evaluation.evaluate import reference_features
+from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
+from scalelong.evaluation.evaluate import Evaluation, load_condition, load_training_data, reference_features
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Arguments of `scalelong evaluate`."""
-
     run: RunFolder  # the run's folder
     seeds: tuple[int, ...] = (0,)  # one evaluation for each
     extractor: str = "inception"  # inception, or random-conv (light, and not FID)
@@ -45,36 +34,31 @@ class Evaluate:
     weights: Annotated[str, tyro.conf.arg(aliases=["--run-weights"])] = "ema"  # ema (averaged) or model (as trained)
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: SamplingFlags(count=10_000)
-    )
+    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags(count=10_000)  # noqa: RUF009
 
 
 def main(arguments: list[str]) -> None:
-    """Load, sample, measure, record."""
     command = parse_over_run(Evaluate, arguments, prog="scalelong evaluate", description=__doc__)
     if not command.seeds or len(set(command.seeds)) < len(command.seeds):
         raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
     if command.weights not in ("ema", "model") and Path(command.weights).is_file():
         logging.warning("--weights FILE is called --inception now; --weights is ema or model")
-        command = dataclasses.replace(command, inception=command.weights, weights="ema")
+        command = replace(command, inception=command.weights, weights="ema")
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     extractor = get_extractor(command.extractor, command.device, command.inception)
     source, root = load_training_data(run), run.config.data.root
     reference, condition = reference_statistics(source, extractor, root=root), load_condition(run, source)
     features = reference_features(source, extractor, root) if command.kid else None
-    found = []
+    measure = functools.partial(evaluate_run, run, extractor, reference, command.sampling, kid_reference=features)
+    values = []
     for seed in command.seeds:
-        evaluation = evaluate_run(
-            run, extractor, reference, command.sampling, seed, condition=condition, kid_reference=features
-        )
+        evaluation = measure(seed, condition=condition)
         append_event(run.folder, run.step, "evaluation", evaluation.record())
-        found.append(evaluation)
+        values.append(evaluation.result.value)
         print(_line(run.step, evaluation))
-    if len(found) > 1:
-        values = [evaluation.result.value for evaluation in found]
+    if len(values) > 1:
         spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
-        print(f"{found[0].result.metric} over {len(values)} seeds: {spread}")
+        print(f"{evaluation.result.metric} over {len(values)} seeds: {spread}")
 
 
 def _line(step: int, evaluation: Evaluation) -> str:

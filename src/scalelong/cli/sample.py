@@ -1,6 +1,4 @@
-"""Sample images from a trained run into a PNG grid and an npz; image i depends only on the seed and i.
-
-Defaults of the sampler are the run's own.
+"""Sample images from a trained run into a PNG grid and an npz; settings of the sampler default to the run's own.
 
 Example: scalelong sample runs/demo/cs --num-samples 64 --seed 1
 
@@ -21,16 +19,14 @@ import tyro
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
-from scalelong.evaluation import load_condition, load_training_data
+from scalelong.evaluation.evaluate import load_condition, load_training_data
 from scalelong.runs import SAMPLES
-from scalelong.training import TrainedRun, load_run
+from scalelong.training import load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of `scalelong sample`."""
-
     run: RunFolder  # the run's folder
     seed: int = 0
     first: int = 0  # number of the first image
@@ -45,10 +41,16 @@ class Sample:
 
 
 def main(arguments: list[str]) -> None:
-    """Load, sample, write."""
     command = parse_over_run(Sample, arguments, prog="scalelong sample", description=__doc__)
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
-    condition = _condition(run, command)
+    config, known, device = run.config, run.conditioning, torch.device(command.device)
+    condition = Condition(device)
+    if command.prompt:
+        condition = choose_prompts(config, known, command.prompt, device, command.encoder)
+    elif command.classes or config.condition.kind == "class":
+        condition = choose_classes(config, known, command.classes.split(",") if command.classes else [], device)
+    elif config.condition.kind == "text":
+        condition = load_condition(run, load_training_data(run))
     indices = range(command.first, command.first + command.sampling.count)
     images = run.sample(command.sampling, condition, indices=indices, seed=command.seed)
     out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
@@ -61,16 +63,3 @@ def main(arguments: list[str]) -> None:
         arrays["prompts"] = np.array([command.prompt[i % len(command.prompt)] for i in indices])
     np.savez_compressed(out.with_name(f"{out.name}.npz"), **arrays)
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")
-
-
-def _condition(run: TrainedRun, command: Sample) -> Condition:
-    """The prompts or classes of the command line, else the classes in turn, else captions of the data."""
-    device = torch.device(command.device)
-    if command.prompt:
-        return choose_prompts(run.config, run.conditioning, command.prompt, device, command.encoder)
-    if command.classes or run.config.condition.kind == "class":
-        chosen = command.classes.split(",") if command.classes else []
-        return choose_classes(run.config, run.conditioning, chosen, device)
-    if run.config.condition.kind == "text":
-        return load_condition(run, load_training_data(run))
-    return Condition(device)

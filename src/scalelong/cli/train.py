@@ -7,26 +7,31 @@ Example: scalelong train cifar10-uvit-s2 --evaluate-every 50000 --sampling.preci
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+import timeit
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from scalelong.cli.arguments import PresetName
-from scalelong.cli.estimate import print_estimate
-from scalelong.evaluation import EvaluationObserver, get_extractor
-from scalelong.evaluation.evaluate import check_count
+from scalelong.data import DataError, Source, make_loader
+from scalelong.errors import require
+from scalelong.evaluation import get_extractor
+from scalelong.evaluation.evaluate import EvaluationObserver, check_count
 from scalelong.evaluation.extractors import check_extractor
+from scalelong.runs.presets import EXPECTED
+from scalelong.runs.settings import Conditioning
 from scalelong.stability import OscillationProbe
-from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset
+from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset, to_yaml
+from scalelong.training.build import build_model, build_objective, build_source, check_config
+from scalelong.training.condition import Condition, make_condition
+from scalelong.training.step import Stepper
 
 
 @dataclass(frozen=True)
 class Train:
-    """Arguments of `scalelong train`."""
-
     preset: PresetName  # one of those above; optional with --config
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
     config: str = ""  # a YAML file (such as a run's config.yaml) whose settings override the preset's
@@ -40,38 +45,35 @@ class Train:
 
 def parse(arguments: list[str]) -> Train:
     """The preset, then the YAML file, then the flags: later ones win."""
+    about = f"{__doc__}\nPresets: {', '.join(PRESETS)}"
+
+    def parsed(given: list[str], default: Train) -> Train:
+        return tyro.cli(Train, args=given, default=default, prog="scalelong train", description=about)
+
     arguments = [argument.replace("--evaluate-precision", "--sampling.precision") for argument in arguments]
     asked = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first = _parsed(asked, Train(preset="", settings=RunConfig()))  # finds the preset and the file in any order
+    first = parsed(asked, Train(preset="", settings=RunConfig()))  # finds preset and file in any order
     if not first.preset and not first.config and asked == arguments:
         raise ValueError(f"preset: name the one to train, one of {', '.join(PRESETS)}; or --config FILE")
     settings = get_preset(first.preset) if first.preset else RunConfig()
     if first.config:
         settings = from_yaml(first.config, settings)
-    return _parsed(arguments, Train(preset=first.preset or Path(first.config).stem, settings=settings))
-
-
-def _parsed(arguments: list[str], default: Train) -> Train:
-    about = f"{__doc__}\nPresets: {', '.join(PRESETS)}"
-    return tyro.cli(Train, args=arguments, default=default, prog="scalelong train", description=about)
+    return parsed(arguments, Train(preset=first.preset or Path(first.config).stem, settings=settings))
 
 
 def main(arguments: list[str]) -> None:
-    """Parse, then train, or only print an estimate."""
     command = parse(arguments)
     settings = command.settings
     for name, every in (("probe-every", command.probe_every), ("evaluate-every", command.evaluate_every)):
-        if every < 0:
-            raise ValueError(f"{name}: must be a number of steps, or 0 for never, got {every}")
+        require(every >= 0, name, "a number of steps, or 0 for never", every)
     check_extractor(command.evaluate_extractor)
-    evaluation = dataclasses.replace(settings.sampling, count=command.evaluate_samples)
+    evaluation = replace(settings.sampling, count=command.evaluate_samples)
     check_count(evaluation)
     if command.dry_run:
         print_estimate(settings)
         return
-    trainer = Trainer(
-        settings, command.out or f"runs/{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
-    )
+    name = f"{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
+    trainer = Trainer(settings, command.out or f"runs/{name}")
     if command.probe_every:
         trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=command.probe_every))
     if command.evaluate_every:
@@ -81,3 +83,51 @@ def main(arguments: list[str]) -> None:
     if trainer.ranks.is_main_process:
         state = "stopped" if trainer.step < settings.training.steps else "trained"
         print(f"{state} at step {trainer.step}: {folder}")
+
+
+def print_estimate(config: RunConfig) -> None:
+    """Print the settings, parameters, memory and time; without the data, for the shape that the preset expects."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
+    source: Source | None = None
+    try:
+        source = build_source(config)
+        condition = make_condition(config, source, device)
+        shape, conditioning = source.shape, condition.conditioning
+        print(f"data        {source.name}: {len(source):,} images of {' x '.join(map(str, shape))}")
+    except (DataError, OSError) as error:
+        if config.data.name not in EXPECTED:
+            raise
+        source, (shape, known) = None, EXPECTED[config.data.name]
+        known = replace(known, null_class=known.num_classes > 0 and config.condition.drop > 0)
+        conditioning = Conditioning() if config.condition.kind == "none" else known
+        print(f"data        not there yet: {error}")
+        print(f"            computed for {' x '.join(map(str, shape))}, as this preset expects it")
+    with torch.device("meta"):
+        model = build_model(config, shape, conditioning)
+    parameters = sum(p.numel() for p in model.parameters())
+    gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
+    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
+    print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
+    if source is not None:
+        _print_time(config, source, condition)
+
+
+def _print_time(config: RunConfig, source: Source, condition: Condition) -> None:
+    device, size = condition.device, min(4, config.training.batch_size)
+    small = replace(config, training=replace(config.training, batch_size=size, accumulate=1, compile="off"))
+    model = build_model(config, source.shape, condition.conditioning).to(device)
+    stepper = Stepper(small, model, build_objective(config), device, condition=condition)
+    loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
+
+    def step() -> None:
+        pending = stepper.compute(1, loader.batches([torch.arange(size)]))
+        stepper.update(pending)
+        pending.read()
+        stepper.clear()
+
+    seconds = min(timeit.repeat(step, number=1, repeat=3)) * config.training.batch_size / size
+    if device.type == "cuda":
+        print(f"            {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB was the peak at batch {size}")
+    hours = f"{seconds * config.training.steps / 3600:.3g} h in all on this {device.type}"
+    print(f"time        about {seconds:.3g} s a step, {hours} (scaled up from batch {size}, not compiled)")

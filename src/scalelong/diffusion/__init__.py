@@ -2,7 +2,7 @@
 
 from scalelong.diffusion.objective import Network, Objective, draw_time_and_noise
 from scalelong.diffusion.process import DDPM, EDM, PROCESSES, VPSDE, Cosine, Process, get_process
-from scalelong.diffusion.sampling import SAMPLERS, default_sampler, guided, resolve_sampling, sample
+from scalelong.diffusion.sampling import SAMPLERS, guided, resolve_sampling, sample
 
 __all__ = [
     "DDPM",
@@ -14,7 +14,6 @@ __all__ = [
     "Network",
     "Objective",
     "Process",
-    "default_sampler",
     "draw_time_and_noise",
     "get_process",
     "guided",

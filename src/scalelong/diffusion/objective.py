@@ -1,8 +1,6 @@
 """What the network predicts, the loss, and how a prediction becomes a denoised image.
 
-Every target is p x_0 + q eps, with (p, q) a function of the noise level. Together with x_t = alpha x_0 + sigma eps it is
-solved for x_0 and eps. EDM's preconditioning is one more row of the table.
-
+Every target is p x_0 + q eps, which is solved for x_0 and eps together with x_t = alpha x_0 + sigma eps.
 Shapes: B samples; x_0, x_t, noise are (B, ...); t is (B,); per-sample factors are (B, 1, ..., 1).
 """
 
@@ -45,22 +43,16 @@ class Objective:
 
     def target_weights(self, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(p, q) of the target p x_0 + q eps."""
+        if isinstance(self.process, EDM):  # Karras et al. 2022, Eq. 8: (x_0 - c_skip x_t) / c_out
+            data = self.process.sigma_data
+            total = (sigma.square() + data**2).sqrt()
+            return sigma / (data * total), -data / total
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
-        match self.prediction:
-            case "noise":
-                return zero, one
-            case "x0":
-                return one, zero
-            case "v":
-                return -sigma, alpha  # Salimans and Ho 2022, App. D
-            case _:
-                return _edm_weights(self.process, sigma)
+        v = (-sigma, alpha)  # Salimans and Ho 2022, App. D
+        return {"noise": (zero, one), "x0": (one, zero), "v": v}[self.prediction]
 
     def loss(self, net: Network, x0: Tensor, noise: Tensor, t: Tensor, **condition: Any) -> Tensor:
-        """(B,) mean squared error of the prediction.
-
-        For EDM this is its weighted loss: lambda(sigma) c_out(sigma)^2 = 1, so the weight in the network's units is 1.
-        """
+        """(B,) mean squared error of the prediction; for EDM its weighted loss, since lambda(sigma) c_out(sigma)^2 = 1."""
         x0, noise = x0.float(), noise.float()
         x_t, alpha, sigma = self.process.diffuse(x0, noise, t)
         p, q = self.target_weights(alpha, sigma)
@@ -68,10 +60,7 @@ class Objective:
         return (self._predict(net, x_t, t, condition) - target).square().flatten(1).mean(dim=1)
 
     def denoise(self, net: Network, x_t: Tensor, t: Tensor, **condition: Any) -> tuple[Tensor, Tensor]:
-        """(x0_hat, noise_hat), the estimates of what x_t was made of.
-
-        x0_hat is arbitrary where alpha is 0, and noise_hat where sigma is 0.
-        """
+        """Estimates (x0_hat, noise_hat); x0_hat is arbitrary where alpha is 0, and noise_hat where sigma is 0."""
         alpha, sigma = (per_sample(factor.float(), x_t) for factor in self.process.marginal(t))
         sigma = sigma.clamp(min=1e-12)
         x_t = x_t.float()
@@ -85,15 +74,11 @@ class Objective:
         return net(*self.process.network_input(x_t, t), **condition).float()
 
 
-def _edm_weights(process: Process, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Karras et al. 2022, Eq. 8: the target (x_0 - c_skip x_t) / c_out, written as p x_0 + q eps."""
-    if not isinstance(process, EDM):
-        raise TypeError(f"EDM's preconditioning needs the edm process, got {process!r}")
-    total = (sigma.square() + process.sigma_data**2).sqrt()
-    return sigma / (process.sigma_data * total), -process.sigma_data / total
-
-
 def draw_time_and_noise(process: Process, seed: int, index: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(t, noise) of the samples `index` (B,), a function of seed and index alone; `shape` is that of one sample."""
+    """(t, noise) of the samples `index` (B,), a function of seed and index alone; `shape` is that of one sample.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> t, noise = draw_time_and_noise(VPSDE(), seed=0, index=torch.arange(4), shape=(3, 8, 8))
+    """
     t = process.time_from_uniform(uniform(seed, "time", index))
     return t, normal(seed, "noise", index, shape)

@@ -1,33 +1,25 @@
 """How noise is added to an image: x_t = alpha(t) x_0 + sigma(t) eps.
 
 A process has its own time t: [0, 1] for the VP-SDE and the cosine schedule, the index 0..T-1 for DDPM, sigma for EDM.
-Schedules are computed in float32 (float64 when t is float64), never lower, whatever autocast says.
-
-Shapes: B samples; t, u, alpha, sigma are (B,).
+Schedules are computed in float32 (float64 when t is float64), never lower. Shapes: t, u, alpha, sigma are (B,).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scalelong.errors import unknown_name
+from scalelong.errors import require, unknown_name
 
 TIME_SCALE = 999.0  # the network's time input is t * 999 for continuous t
 LAST_TIME = 1e-3  # the last time at which samplers in continuous time evaluate the network; then they step to t = 0
-
-
-def _require(holds: bool, key: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ValueError(f"diffusion.process.{key}: must be {rule}, got {value!r}")
 
 
 def _real(t: Tensor) -> Tensor:
@@ -41,7 +33,12 @@ def per_sample(value: Tensor, like: Tensor) -> Tensor:
 
 
 class Process(ABC):
-    """The forward noising process, and the times at which it is trained and sampled."""
+    """The forward noising process, and the times at which it is trained and sampled.
+
+    >>> x_t, alpha, sigma = VPSDE().diffuse(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.0, 1.0]))
+    >>> [round(value, 4) for value in x_t[:, 0].tolist()]
+    [1.0, 0.0066]
+    """
 
     name: ClassVar[str]
     predictions: ClassVar[tuple[str, ...]] = ("noise", "x0", "v")  # of the network; the first is the default
@@ -63,7 +60,7 @@ class Process(ABC):
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
         """(steps,) times, noisiest first, at which a sampler evaluates the network; the last step ends at the image.
 
-        Spacing "time" is even in t, "snr" in log(alpha / sigma); EDM has its own, "karras". Default: the first allowed.
+        Spacing "time" is even in t, "snr" in log(alpha / sigma), "karras" as in EDM. Default: the first of `spacings`.
         """
 
     @property
@@ -76,12 +73,7 @@ class Process(ABC):
         return torch.ones_like(_real(t))
 
     def diffuse(self, x0: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(x_t, alpha, sigma): the noisy samples, and their factors as (B, 1, ..., 1).
-
-        >>> x_t, alpha, sigma = VPSDE().diffuse(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([0.0, 1.0]))
-        >>> [round(value, 4) for value in x_t[:, 0].tolist()]
-        [1.0, 0.0066]
-        """
+        """(x_t, alpha, sigma): the noisy samples, and their factors as (B, 1, ..., 1)."""
         alpha, sigma = (per_sample(factor, x0) for factor in self.marginal(t))
         return alpha * x0 + sigma * noise, alpha, sigma
 
@@ -97,16 +89,20 @@ class Process(ABC):
             raise unknown_name(f"sampling.spacing (process {self.name})", spacing, self.spacings)
         return spacing
 
-    def _even_in_log_snr(self, times: Tensor, steps: int) -> Tensor:
-        """(steps,) real times from times[0] to times[-1], even in log(alpha / sigma), which must rise along `times`."""
+    def _spaced(self, start: float, stop: float, steps: int, spacing: str, fine: int) -> Tensor:
+        """(steps,) real times from `start` to `stop`; "snr" is interpolated on a grid of `fine` times."""
+        by_snr = self._check_spacing(spacing) == "snr"
+        times = torch.linspace(start, stop, fine if by_snr else steps, dtype=torch.float64)
+        if not by_snr:
+            return times
         alpha, sigma = self.marginal(times)
         log_snr = (alpha / sigma).log().numpy()
         even = np.linspace(log_snr[0], log_snr[-1], steps)
         return torch.from_numpy(np.interp(even, log_snr, times.numpy()))
 
-    def mean_alpha_bar(self, points: int = 100_000) -> float:
+    def mean_alpha_bar(self) -> float:
         """E_t[alpha_t^2] over training times (Lemma 3.2), by the midpoint rule."""
-        u = (torch.arange(points, dtype=torch.float64) + 0.5) / points
+        u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
         alpha, _ = self.marginal(self.time_from_uniform(u).double())
         return float(alpha.square().mean())
 
@@ -127,22 +123,23 @@ class ContinuousVP(Process):
         return _real(t) * TIME_SCALE
 
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
-        by_snr = self._check_spacing(spacing) == "snr"
-        times = torch.linspace(self.start_time, LAST_TIME, 10_001 if by_snr else steps, dtype=torch.float64)
-        return self._even_in_log_snr(times, steps) if by_snr else times
+        return self._spaced(self.start_time, LAST_TIME, steps, spacing, fine=10_001)
 
 
 @dataclass(frozen=True)
 class VPSDE(ContinuousVP):
-    """Song et al. 2021, Eq. 32-33: beta(t) is linear, so log alpha is a parabola."""
+    """Song et al. 2021, Eq. 32-33: beta(t) is linear, so log alpha is a parabola.
+
+    >>> alpha, sigma = VPSDE(beta_max=10.0).marginal(torch.tensor([0.5]))
+    """
 
     beta_min: float = 0.1
     beta_max: float = 20.0
     name: ClassVar[str] = "vp"
 
     def __post_init__(self) -> None:
-        _require(self.beta_min > 0, "beta_min", "positive", self.beta_min)
-        _require(self.beta_max >= self.beta_min, "beta_max", f"at least beta_min = {self.beta_min}", self.beta_max)
+        require(self.beta_min > 0, "diffusion.process.beta_min", "positive", self.beta_min)
+        require(self.beta_max >= self.beta_min, "diffusion.process.beta_max", "at least beta_min", self.beta_max)
 
     def beta(self, t: Tensor) -> Tensor:
         return self.beta_min + (self.beta_max - self.beta_min) * _real(t)
@@ -157,16 +154,15 @@ class VPSDE(ContinuousVP):
 class Cosine(ContinuousVP):
     """Nichol and Dhariwal 2021, Eq. 17: alpha = cos(a) / cos(a_0), a = pi/2 (t + offset) / (1 + offset), a_0 = a(t=0).
 
-    alpha is 0 at t = 1, where a predicted noise says nothing about x_0. Sampling therefore starts at t = 0.9946, where
-    alpha is 0.0084, near the VP-SDE's last 0.0066; the paper clips beta instead.
+    >>> alpha, sigma = Cosine().marginal(torch.tensor([0.5]))
     """
 
     offset: float = 0.008
     name: ClassVar[str] = "cosine"
-    start_time: ClassVar[float] = 0.9946
+    start_time: ClassVar[float] = 0.9946  # alpha is 0.0084; at t = 1 it is 0, and a predicted noise says nothing of x_0
 
     def __post_init__(self) -> None:
-        _require(self.offset >= 0, "offset", "zero or more", self.offset)
+        require(self.offset >= 0, "diffusion.process.offset", "zero or more", self.offset)
 
     @property
     def _rate(self) -> float:
@@ -177,11 +173,9 @@ class Cosine(ContinuousVP):
 
     def marginal(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """cos a = sin(pi/2 - a) keeps the digits near t = 1, cos^2 a_0 - cos^2 a = sin(a - a_0) sin(a + a_0) near t = 0."""
-        t = _real(t)
-        cos_a0 = math.cos(self._rate * self.offset)
-        alpha = torch.sin(self._rate * (1 - t)) / cos_a0
-        sigma = (torch.sin(self._rate * t) * torch.sin(self._rate * (t + 2 * self.offset))).sqrt() / cos_a0
-        return alpha, sigma
+        t, cos_a0 = _real(t), math.cos(self._rate * self.offset)
+        sigma = (torch.sin(self._rate * t) * torch.sin(self._rate * (t + 2 * self.offset))).sqrt()
+        return torch.sin(self._rate * (1 - t)) / cos_a0, sigma / cos_a0
 
 
 @lru_cache(maxsize=32)
@@ -194,7 +188,10 @@ def _ddpm_marginals(num_steps: int, beta_start: float, beta_end: float, device: 
 
 @dataclass(frozen=True)
 class DDPM(Process):
-    """Ho et al. 2020: T discrete steps, beta linear. Time is the index 0..T-1; index 0 has been noised once."""
+    """Ho et al. 2020: T discrete steps, beta linear. Time is the index 0..T-1; index 0 has been noised once.
+
+    >>> alpha, sigma = DDPM(num_steps=100).marginal(torch.tensor([0, 99]))
+    """
 
     num_steps: int = 1000
     beta_start: float = 1e-4
@@ -202,9 +199,9 @@ class DDPM(Process):
     name: ClassVar[str] = "ddpm"
 
     def __post_init__(self) -> None:
-        _require(self.num_steps >= 1, "num_steps", "at least 1", self.num_steps)
-        _require(0 < self.beta_start < 1, "beta_start", "in (0, 1)", self.beta_start)
-        _require(self.beta_start <= self.beta_end < 1, "beta_end", "in [beta_start, 1)", self.beta_end)
+        require(self.num_steps >= 1, "diffusion.process.num_steps", "at least 1", self.num_steps)
+        require(0 < self.beta_start < 1, "diffusion.process.beta_start", "in (0, 1)", self.beta_start)
+        require(self.beta_start <= self.beta_end < 1, "diffusion.process.beta_end", "in [beta_start, 1)", self.beta_end)
 
     def marginal(self, t: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = _ddpm_marginals(self.num_steps, self.beta_start, self.beta_end, t.device)
@@ -219,22 +216,19 @@ class DDPM(Process):
 
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
         """Indices are rounded; where that makes two equal, the noisier one moves up."""
-        if steps > self.num_steps:
-            raise ValueError(
-                f"sampling.steps: got {steps}, but the process has only {self.num_steps}; use at most that many"
-            )
-        by_snr = self._check_spacing(spacing) == "snr"
-        times = torch.linspace(self.num_steps - 1, 0, self.num_steps if by_snr else steps, dtype=torch.float64)
-        if by_snr:
-            times = self._even_in_log_snr(times, steps)
-        rank = torch.arange(steps)
+        require(steps <= self.num_steps, "sampling.steps", f"at most {self.num_steps}, the steps of the process", steps)
+        times, rank = self._spaced(self.num_steps - 1, 0, steps, spacing, fine=self.num_steps), torch.arange(steps)
         distinct = (times.round().long().flip(0) - rank).cummax(0).values.clamp(max=self.num_steps - steps) + rank
         return distinct.flip(0)
 
 
 @dataclass(frozen=True)
 class EDM(Process):
-    """Karras et al. 2022: alpha = 1 and time is sigma, log-normal in training. Network and loss are preconditioned."""
+    """Karras et al. 2022: alpha = 1 and time is sigma, log-normal in training. Network and loss are preconditioned.
+
+    >>> EDM(sigma_max=40.0).prior_std
+    40.0
+    """
 
     sigma_data: float = 0.5
     sigma_min: float = 0.002
@@ -248,8 +242,8 @@ class EDM(Process):
 
     def __post_init__(self) -> None:
         for key in ("sigma_data", "sigma_min", "rho", "p_std"):
-            _require(getattr(self, key) > 0, key, "positive", getattr(self, key))
-        _require(self.sigma_max > self.sigma_min, "sigma_max", f"above sigma_min = {self.sigma_min}", self.sigma_max)
+            require(getattr(self, key) > 0, f"diffusion.process.{key}", "positive", getattr(self, key))
+        require(self.sigma_max > self.sigma_min, "diffusion.process.sigma_max", "above sigma_min", self.sigma_max)
 
     @property
     def prior_std(self) -> float:
@@ -265,35 +259,27 @@ class EDM(Process):
         return torch.exp(self.p_mean + self.p_std * torch.special.ndtri(inside)).float()
 
     def network_time(self, t: Tensor) -> Tensor:
-        """Table 1: c_noise = ln(sigma) / 4."""
-        return _real(t).log() / 4
+        return _real(t).log() / 4  # Table 1: c_noise
 
     def input_scale(self, t: Tensor) -> Tensor:
-        """Table 1: c_in = 1 / sqrt(sigma^2 + sigma_data^2)."""
-        return (_real(t).square() + self.sigma_data**2).rsqrt()
+        return (_real(t).square() + self.sigma_data**2).rsqrt()  # Table 1: c_in
 
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
-        """Eq. 5."""
         self._check_spacing(spacing)
         ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
         high, low = self.sigma_max ** (1 / self.rho), self.sigma_min ** (1 / self.rho)
-        return torch.pow(high + ramp * (low - high), self.rho)
+        return torch.pow(high + ramp * (low - high), self.rho)  # Eq. 5
 
 
 PROCESSES: dict[str, type[Process]] = {cls.name: cls for cls in (VPSDE, DDPM, Cosine, EDM)}
 
 
-def get_process(name: str, **options: Any) -> Process:
-    """The process called `name` ("vp", "ddpm", "cosine" or "edm"), with its own options.
+def get_process(name: str) -> Process:
+    """The process called `name` ("vp", "ddpm", "cosine" or "edm"); for other constants call its class.
 
-    >>> get_process("vp", beta_max=10.0)
-    VPSDE(beta_min=0.1, beta_max=10.0)
+    >>> get_process("vp")
+    VPSDE(beta_min=0.1, beta_max=20.0)
     """
     if name not in PROCESSES:
         raise unknown_name("diffusion.process", name, PROCESSES)
-    cls = PROCESSES[name]
-    allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for option in options:
-        if option not in allowed:
-            raise unknown_name(f"diffusion.process ({name}) option", option, allowed)
-    return cls(**options)
+    return PROCESSES[name]()

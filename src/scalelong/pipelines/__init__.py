@@ -33,7 +33,7 @@ from scalelong.runs import CONFIG
 from scalelong.runs.settings import to_yaml
 from scalelong.skips import scaling_of
 from scalelong.training import TrainedRun
-from scalelong.training.exported import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
+from scalelong.training.run import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
 
 __all__ = ["Exported", "export_pipeline", "export_weights", "scheduler_for"]
 

@@ -72,7 +72,12 @@ def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) 
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a run in order, and the number of damaged lines, which are skipped."""
+    """The records of a run in order, and the number of damaged lines, which are skipped.
+
+    >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}\\n{"step":')
+    >>> read_events(Path())
+    ([{'step': 10, 'kind': 'train', 'loss': 0.5}], 1)
+    """
     lines = (folder / METRICS).read_text(errors="replace").splitlines()
     records = []
     for line in lines:

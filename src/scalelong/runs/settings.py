@@ -183,7 +183,11 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run."""
+    """All settings of a run.
+
+    >>> RunConfig(scaling=ScalingSettings("cs", kappa=0.5)).scaling.label
+    'cs 0.5'
+    """
 
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)

@@ -67,7 +67,12 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists."""
+    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists.
+
+    >>> from scalelong import UViT, UViTConfig
+    >>> stages(UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=2, heads=2)))
+    ['in_blocks.0', 'mid_block', 'out_blocks.0']
+    """
     family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
     if family is not None:
         groups: Sequence[str] = [name for name in family.stages if name in modules]

@@ -4,9 +4,8 @@ from scalelong.runs.events import read_events
 from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig, from_yaml, to_yaml
 from scalelong.training.loop import Trainer, train
-from scalelong.training.nonfinite import NonFiniteError
 from scalelong.training.run import TrainedRun, load_run, sample_batches
-from scalelong.training.step import EMA
+from scalelong.training.step import EMA, NonFiniteError
 
 __all__ = [
     "EMA",

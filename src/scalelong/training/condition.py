@@ -1,7 +1,7 @@
 """The condition of a run: none, a class or a text, held as one table of rows.
 
-A sample's row is that of its item (or caption); which samples are trained with the null condition is a function of the
-seed and the global sample index. Shapes: n rows, B samples; a row is () for a class and (T, D) for a text.
+Which samples are trained with the null condition is a function of the seed and the global sample index.
+Shapes: n rows, B samples; a row is () for a class and (T, D) for a text.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scalelong.data import Batch, Source, sample_to_item
 from scalelong.data.text import TextEncoder, encode_text
 from scalelong.diffusion.process import per_sample
 from scalelong.random import uniform
-from scalelong.runs.settings import Conditioning, ConditionSettings, RunConfig, SamplingSettings
+from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 
 _RESIDENT_BYTES = 2**31
 
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Keyword arguments of the network for training samples (`for_batch`) and for images to be sampled.
+    """Keyword arguments of the network for training samples and for images to be sampled.
 
     >>> labels = Condition(torch.device("cpu"), name="class_labels", choices=torch.tensor([3, 7]))
     >>> labels.for_samples(torch.arange(4))
@@ -65,7 +65,6 @@ class Condition:
         return self.at_rows(sample_to_item(0, len(self.rows), index))
 
     def at_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        """The conditions at these rows of the labels, or of the captions."""
         return {self.name: self._at(rows)} if self.name else {}
 
     def null_condition(self, sampling: SamplingSettings) -> dict[str, Tensor] | None:
@@ -86,51 +85,36 @@ class Condition:
 
 def make_condition(config: RunConfig, source: Source, device: torch.device) -> Condition:
     """The condition of a run on this data, or a ValueError that names what the data lacks."""
-    settings, seed = config.condition, config.training.seed
+    settings, root = config.condition, config.data.root
     if settings.kind == "class":
         if source.labels is None or not source.num_classes:
             raise ValueError(f"condition.kind: class, but {source.name} has no labels; use none, or data with classes")
         conditioning = Conditioning(source.num_classes, settings.drop > 0, tuple(source.class_names))
-        return _classes(conditioning, settings, device, seed, source.labels.to(device))
+        return dataclasses.replace(choose_classes(config, conditioning, [], device), rows=source.labels.to(device))
     if settings.kind == "text":
         if source.captions is None:
             raise ValueError(f"condition.kind: text, but {source.name} has no captions; use none, or captioned data")
-        found = encode_text(
-            source.captions, settings.encoder, settings.max_tokens, root=config.data.root, device=device
-        )
+        found = encode_text(source.captions, settings.encoder, settings.max_tokens, root=root, device=device)
         rows = found.rows.to(device) if found.rows.nbytes <= _RESIDENT_BYTES else found.rows
         conditioning = Conditioning(text_tokens=rows.shape[1], text_dim=rows.shape[2], encoder=found.encoder)
         null = found.null.to(device).float() if settings.drop > 0 else None
-        return Condition(device, conditioning, "context", rows, None, null, settings.drop, seed)
+        return Condition(device, conditioning, "context", rows, None, null, settings.drop, config.training.seed)
     return Condition(device)
-
-
-def _classes(
-    conditioning: Conditioning, settings: ConditionSettings, device: torch.device, seed: int, rows: Tensor | None
-) -> Condition:
-    classes = torch.arange(conditioning.num_classes, device=device)
-    null = torch.tensor(conditioning.num_classes, device=device) if conditioning.null_class else None
-    return Condition(device, conditioning, "class_labels", rows, classes, null, settings.drop, seed)
 
 
 def choose_classes(config: RunConfig, known: Conditioning, chosen: Sequence[str], device: torch.device) -> Condition:
     """Sample these classes, by number or by name, in turn; none chosen: every class in turn."""
-    if config.condition.kind != "class":
-        raise ValueError(f"classes: the run's condition is {config.condition.kind}; leave them out")
-    condition = _classes(known, config.condition, device, config.training.seed, None)
-    if not chosen:
-        return condition
-    numbers = torch.tensor([_class_number(name.strip(), known) for name in chosen], device=device)
-    return dataclasses.replace(condition, choices=numbers)
-
-
-def _class_number(name: str, known: Conditioning) -> int:
-    if name in known.class_names:
-        return known.class_names.index(name)
-    if name.isdecimal() and int(name) < known.num_classes:
-        return int(name)
-    names = f", or a name such as {known.class_names[0]!r}" if known.class_names else ""
-    raise ValueError(f"classes: there is no {name!r}; give 0 .. {known.num_classes - 1}{names}")
+    settings = config.condition
+    if settings.kind != "class":
+        raise ValueError(f"classes: the run's condition is {settings.kind}; leave them out")
+    numbers = {str(i): i for i in range(known.num_classes)} | {name: i for i, name in enumerate(known.class_names)}
+    for name in chosen:
+        if name.strip() not in numbers:
+            names = f", or a name such as {known.class_names[0]!r}" if known.class_names else ""
+            raise ValueError(f"classes: there is no {name!r}; give 0 .. {known.num_classes - 1}{names}")
+    choices = torch.tensor([numbers[name.strip()] for name in chosen] or range(known.num_classes), device=device)
+    null = torch.tensor(known.num_classes, device=device) if known.null_class else None
+    return Condition(device, known, "class_labels", None, choices, null, settings.drop, config.training.seed)
 
 
 def choose_prompts(
@@ -142,15 +126,12 @@ def choose_prompts(
         raise ValueError(f"prompt: the run's condition is {settings.kind}, not text; leave it out")
     model = TextEncoder(encoder or settings.encoder, known.text_tokens, config.data.root, device)
     rows = model(["", *prompts]).float().to(device)
+    wrong = ""
     if rows.shape[2] != known.text_dim:
-        raise ValueError(
-            f"condition.encoder: {model.name} has width {rows.shape[2]}, the run was trained with {known.text_dim}; "
-            f"use {settings.encoder}"
-        )
-    if known.encoder and model.fingerprint != known.encoder:
-        raise ValueError(
-            f"condition.encoder: {model.name} has other weights (sha256 {model.fingerprint[:12]}) than the run was "
-            f"trained with ({known.encoder[:12]}); use those of {settings.encoder}"
-        )
+        wrong = f"has width {rows.shape[2]}, the run was trained with {known.text_dim}"
+    elif known.encoder and model.fingerprint != known.encoder:
+        wrong = f"has sha256 {model.fingerprint[:12]}, the run was trained with {known.encoder[:12]}"
+    if wrong:
+        raise ValueError(f"condition.encoder: {model.name} {wrong}; use {settings.encoder}")
     null = rows[0] if settings.drop > 0 else None
     return Condition(device, known, "context", None, rows[1:], null, settings.drop, config.training.seed)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import torch
@@ -30,9 +29,8 @@ from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
-from scalelong.training.build import build_model, build_objective, build_pixels, build_source, check_config
+from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (
-    Checkpoint,
     CheckpointError,
     check_never_saved,
     claim_folder,
@@ -42,9 +40,8 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
-from scalelong.training.nonfinite import Guard, describe
-from scalelong.training.run import TrainedRun
-from scalelong.training.step import EMA, Pending, Stepper, Window, index_batches, learning_rate
+from scalelong.training.run import TrainedRun, load_pixels
+from scalelong.training.step import EMA, Guard, Pending, Stepper, Window, describe, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +50,19 @@ Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 
 
 class Trainer:
-    """A training run on one rank."""
+    """A training run on one rank; `train` is the short form.
+
+    >>> from scalelong.runs.presets import get_preset
+    >>> trainer = Trainer(get_preset("digits-demo"), "my-run", [lambda step, model: {"step_twice": 2 * step}])
+    >>> trainer.step, trainer.source.shape  # trainer.run() trains
+    (0, (1, 8, 8))
+    """
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
         self.ranks = PartialState(cpu=not torch.cuda.is_available())  # CPU ranks find each other only with the flag
         self.device = self.ranks.device
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
-        self.folder = Path(folder)
-        self.observers = list(observers)
+        self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
         with self.ranks.main_process_first():  # the others find what it fetched, unpacked or encoded
             self.source = build_source(config)
@@ -72,23 +74,16 @@ class Trainer:
             self._lock = claim_folder(self.folder, config, checkpoint_bytes)
         self.ranks.wait_for_everyone()
         self.objective = build_objective(config)
-        self.to_pixels = build_pixels(config, self.device)
+        limit = data.resident_mb * 2**20
         self.loader = make_loader(
-            self.source,
-            training.seed,
-            self.device,
-            flip=data.flip,
-            workers=data.workers,
-            resident_limit_bytes=data.resident_mb * 2**20,
+            self.source, training.seed, self.device, flip=data.flip, workers=data.workers, resident_limit_bytes=limit
         )
         self.ema = EMA(self.model, training.ema_decay)
-        self.stepper = Stepper(
-            config, self.model, self.objective, self.device, self.ranks.num_processes, self.condition
-        )
+        ranks = self.ranks.num_processes
+        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition)
         self.guard = Guard(training.on_nonfinite, training.max_nonfinite)
-        self.step = 0
-        self.seconds = 0.0
-        self.window = Window()
+        self.step, self.seconds, self.window = 0, 0.0, Window()
+        self.to_pixels = load_pixels(self.trained(), self.device)
         self.pending: Pending | None = None  # the last step's numbers, not read yet
         self.stop_requested = False  # on this rank
         self.stopping = False  # on some rank, known to all
@@ -107,14 +102,9 @@ class Trainer:
             if self.step == 0 and training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
-            self._bar = tqdm(
-                total=training.steps,
-                initial=self.step,
-                unit="step",
-                desc=self.folder.name,
-                disable=None if is_main else True,
-            )
-            with self._bar, _stop_signals(self._request_stop):
+            hide = None if is_main else True
+            self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
+            with self._bar, self._stop_signals():
                 self._train()
         finally:
             if self._events is not None:
@@ -124,11 +114,7 @@ class Trainer:
         return self.folder
 
     def _train(self) -> None:
-        """The loop.
-
-        The numbers of a step are read after the next one was launched, so that the device never waits; whether a step is
-        finite, and so changes the weights, is decided on the device.
-        """
+        """The loop. The numbers of a step are read after the next one was launched, so that the device never waits."""
         training = self.config.training
         self._start_batches()
         while self.step < training.steps and not self.stopping:
@@ -162,19 +148,22 @@ class Trainer:
 
     def _start_batches(self) -> None:
         """This rank's micro-batches from the next step on."""
-        indices = index_batches(self.config, self.step + 1, self.ranks.process_index, self.ranks.num_processes)
+        config, rank, ranks = self.config, self.ranks.process_index, self.ranks.num_processes
+        steps, parts = range(self.step + 1, config.training.steps + 1), range(config.training.accumulate)
+        indices = (sample_indices(config, step, part, rank, ranks) for step in steps for part in parts)
         self._batches = self.loader.batches(indices)
 
     def _read_pending(self) -> bool:
         """Read the last step's numbers; False if the run was rewound because of them."""
         if self.pending is None:
             return True
-        result, self.pending = self.pending.read(), None
+        pending, self.pending = self.pending, None
+        result = pending.read()
         self.window.add(result)
         self.stopping = result.stop
         if result.finite or self.step in self.guard.avoid:
             return True
-        sentence = describe(self.step, result.loss, result.gradient_norm, result.suspects)
+        sentence = describe(self.step, result.loss, result.gradient_norm, pending.suspects())
         verdict = self.guard.judge(self.step, sentence)
         logger.warning("%s; policy: %s", sentence, verdict)
         if verdict == "rewind":
@@ -190,16 +179,14 @@ class Trainer:
         if self._events is not None:
             self._events.rewind(self.step)
 
-    # ---------------------------------------------------------------------------------------------- records and samples
-
     def _is_due(self) -> bool:
-        """Whether something is written after this step, so that its numbers are needed now."""
+        """True if something is written after this step, so that its numbers are needed now."""
         training = self.config.training
         every = (training.log_every, training.checkpoint_every, training.sample_every or training.steps)
         return self.step == training.steps or any(self.step % interval == 0 for interval in every)
 
     def _write_due(self, last: bool) -> None:
-        """Write what is due after this step, or at the end: a record, a grid of samples, a checkpoint."""
+        """Write what is due after this step: a record, a grid of samples, a checkpoint."""
         training, step = self.config.training, self.step
         if step % training.log_every == 0 or last:
             window, self.window = self.window, Window(since=self.seconds)
@@ -212,18 +199,15 @@ class Trainer:
             self._bar.set_postfix(loss=f"{values['loss']:.4f}", img_s=f"{values['images_per_second']:.0f}")
             self._record("train", values)
         if training.sample_every and (step % training.sample_every == 0 or last) and self.ranks.is_main_process:
-            self._sample_grid()
+            options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
+            images = self.trained().sample(self.config.sampling, self.condition, **options)
+            save_grid(images, self.folder / SAMPLES / f"{step_name(step)}.png")
         if step % training.checkpoint_every == 0 or last:
             self._save()
 
     def _record(self, kind: str, values: Mapping[str, Any] | None) -> None:
         if values and self._events is not None:
             self._events.write(self.step, kind, values)
-
-    def _sample_grid(self) -> None:
-        options = {"seed": self.config.training.seed, "to_pixels": self.to_pixels, "progress": False}
-        images = self.trained().sample(self.config.sampling, self.condition, **options)
-        save_grid(images, self.folder / SAMPLES / f"{step_name(self.step)}.png")
 
     def trained(self) -> TrainedRun:
         """The averaged weights at this step."""
@@ -233,17 +217,14 @@ class Trainer:
     def probe_inputs(self, size: int = 32) -> dict[str, Tensor]:
         """A fixed batch as keyword arguments of the model: the first images of the data with their conditions."""
         source, process = self.source, self.objective.process
-        size = min(size, len(source))
-        index = torch.arange(size)
+        index = torch.arange(min(size, len(source)))
         on_device = index.to(self.device)
-        images = source.prepare(source.read_many(range(size)).to(self.device), 0, on_device, None)
+        images = source.prepare(source.read_many(index.tolist()).to(self.device), 0, on_device, None)
         t, noise = draw_time_and_noise(process, self.config.training.seed + 1, on_device, source.shape)
         x_t, _, _ = process.diffuse(images, noise, t)
         x, time_input = process.network_input(x_t, t)
         condition = self.condition.at_rows(caption_rows(0, index, index, source.caption_counts))
         return model_inputs(self.model, x, time_input, **condition)
-
-    # ------------------------------------------------------------------------------------------------ saving, resuming
 
     def _save(self) -> None:
         if self.ranks.is_main_process:
@@ -252,29 +233,25 @@ class Trainer:
                 "ema": self.ema.model.state_dict(),
                 "optimizer": optimizer_tensors(self.stepper.optimizer, self.model),
             }
+            state = {
+                "step": self.step,
+                "seconds": self.seconds,
+                "shape": list(self.source.shape),
+                "data": self.source.fingerprint,
+                "condition": dataclasses.asdict(self.condition.conditioning),
+                "window": vars(self.window),
+                "guard": self.guard.state(),
+                "scaler": self.stepper.scaler.state_dict(),
+            }
+            keep = self.config.training.keep
             try:
-                checkpoint = Checkpoint(tensors, self._state())
-                save_checkpoint(self.folder / CHECKPOINTS, self.step, checkpoint, self.config.training.keep)
+                save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, keep)
             except OSError as error:
-                raise CheckpointError(
-                    f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact, "
-                    "run the same command again once there is space"
-                ) from error
+                lost = f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact"
+                raise CheckpointError(f"{lost}, run the same command again once there is space") from error
             assert self._events is not None
             self._events.write(self.step, CHECKPOINT_KIND, {})
         self.ranks.wait_for_everyone()
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "shape": list(self.source.shape),
-            "data": self.source.fingerprint,
-            "condition": dataclasses.asdict(self.condition.conditioning),
-            "window": vars(self.window),
-            "guard": self.guard.state(),
-            "scaler": self.stepper.scaler.state_dict(),
-        }
 
     def _resume(self) -> None:
         """Load the newest intact checkpoint, or stay at step 0 if there never was one."""
@@ -282,17 +259,11 @@ class Trainer:
         if newest is None:
             check_never_saved(self.folder)
             return
-        path, checkpoint = newest
-        tensors, state = checkpoint.tensors, checkpoint.state
+        path, tensors, state = newest
         if state["data"] != self.source.fingerprint:
-            raise CheckpointError(
-                f"{path}: was trained on other data than {self.source.name} holds now; use a new folder"
-            )
+            raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:
-            raise CheckpointError(
-                f"{path}: was trained with other classes or another text encoder ({self.config.condition.encoder!r} now "
-                "has other weights); put them back, or use a new folder"
-            )
+            raise CheckpointError(f"{path}: was trained with other classes or another text encoder; use a new folder")
         self.model.load_state_dict(tensors["model"])
         self.ema.model.load_state_dict(tensors["ema"])
         restore_optimizer(self.stepper.optimizer, self.model, tensors["optimizer"])
@@ -303,8 +274,22 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         logger.info("resumed from %s", path)
 
-    def _request_stop(self) -> None:
-        self.stop_requested = True
+    @contextmanager
+    def _stop_signals(self) -> Iterator[None]:
+        """SIGTERM and the first Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
+
+        def handle(number: int, _frame: object) -> None:
+            logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
+            self.stop_requested = True
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:
@@ -317,24 +302,6 @@ def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] =
     PosixPath('tiny-run')
     """
     return Trainer(config, folder, observers).run()
-
-
-@contextmanager
-def _stop_signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and the first Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
-        request_stop()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _environment(device: torch.device, ranks: int, data: str) -> dict[str, Any]:

@@ -1,37 +1,56 @@
-"""Load a trained run and sample images from it.
+"""Load a trained run, from its folder or from an exported pipeline, and sample images from it.
 
-Image i is a function of (seed, i), whatever the batch size and the number of ranks, up to the rounding of kernels that
-depend on the batch size. Shapes: N images uint8 (N, C, H, W), B in a batch.
+Image i is a function of (seed, i), up to the rounding of kernels that depend on the batch size.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from scalelong import skips
 from scalelong.backbones import as_network, fused
+from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape, to_uint8
+from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
+from scalelong.runs import CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
+from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.skips.persistence import SCALING_NAME
-from scalelong.training.build import ToPixels, build_model, build_objective, build_pixels
+from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.condition import Condition
-from scalelong.training.exported import exported_autoencoder, is_exported, read_exported
 from scalelong.training.step import DTYPES, autocast
+
+INDEX = "model_index.json"  # diffusers' names, except the next one
+DESCRIPTION = "scalelong_run.json"
+DENOISER = "unet"
+AUTOENCODER = "vae"
+_WEIGHTS = "diffusion_pytorch_model*.safetensors"
+ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 images
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model and what sampling from it needs: `load_run(folder).sample(SamplingSettings(count=16))`."""
+    """A trained model and what sampling from it needs.
+
+    >>> from scalelong.runs.settings import ModelSettings, TrainingSettings
+    >>> from scalelong.training import train
+    >>> model = ModelSettings(patch_size=4, dim=16, depth=4, heads=2)
+    >>> folder = train(RunConfig(model=model, training=TrainingSettings(steps=1, batch_size=8)), "sampled-run")
+    >>> load_run(folder).sample(SamplingSettings("ddim", steps=2, count=16)).shape
+    torch.Size([16, 1, 8, 8])
+    """
 
     folder: Path
     config: RunConfig
@@ -59,24 +78,16 @@ class TrainedRun:
         """Batches of uint8 images on the CPU, in the order of their indices."""
         device = next(self.model.parameters()).device
         condition = condition or Condition(device)
-        return sample_batches(
-            self.objective,
-            as_network(self.model),
-            self.shape,
-            settings,
-            condition=condition.from_data if from_data else condition.for_samples,
-            null=condition.null_condition(settings),
-            to_pixels=to_pixels or load_pixels(self, device),
-            **options,
-        )
+        options["condition"] = condition.from_data if from_data else condition.for_samples
+        options["null"] = condition.null_condition(settings)
+        options["to_pixels"] = to_pixels or load_pixels(self, device)
+        return sample_batches(self.objective, as_network(self.model), self.shape, settings, **options)
 
 
 def load_run(
     folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
 ) -> TrainedRun:
-    """The model of a run, averaged ("ema") or as trained ("model"), at its newest or at a given checkpoint.
-
-    A folder that `scalelong export --format diffusers` wrote is a run, too, with the one model that it holds.
+    """The model of a run or of a diffusers export, averaged ("ema") or as trained ("model"), at its newest checkpoint.
 
     >>> from dataclasses import replace
     >>> from scalelong.training import get_preset, train
@@ -89,49 +100,46 @@ def load_run(
     folder = Path(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
-    if is_exported(folder):
-        return _load_exported(folder, weights, step, device)
-    config = read_config(folder)
+    config, model, *about = (_load_exported if is_exported(folder) else _load_checkpoint)(folder, weights, step)
+    model.to(device).eval().requires_grad_(False)
+    return TrainedRun(folder, config, model, build_objective(config), *about)
+
+
+def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
+    """(config, model, shape, step, conditioning, data, weights) of a run; `_load_exported`: of a diffusers export."""
+    config, found = read_config(folder), checkpoints(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
-    found = checkpoints(folder)
     if not found and (folder / SCALING_NAME).is_file():
         raise CheckpointError(
-            f"{folder}: holds weights for scalelong.load and is not a run folder; give the run itself, or what "
-            "scalelong export --format diffusers writes"
+            f"{folder}: holds weights for scalelong.load, it is not a run folder; give the run itself"
         )
     if not found:
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
     step = max(found) if step is None else step
-    checkpoint = load_checkpoint(found[step], only=(weights,))
-    channels, height, width = checkpoint.state["shape"]
-    conditioning = Conditioning.from_state(checkpoint.state.get("condition"))
+    tensors, state = load_checkpoint(found[step], only=weights)
+    channels, height, width = state["shape"]
+    conditioning = Conditioning.from_state(state.get("condition"))
     model = build_model(config, (channels, height, width), conditioning)
-    model.load_state_dict(checkpoint.tensors[weights])
-    model.to(device).eval().requires_grad_(False)
-    about = ((channels, height, width), step, conditioning, checkpoint.state["data"], weights)
-    return TrainedRun(folder, config, model, build_objective(config), *about)
+    model.load_state_dict(tensors[weights])
+    return config, model, (channels, height, width), step, conditioning, state["data"], weights
 
 
-def _load_exported(folder: Path, weights: str, step: int | None, device: str | torch.device) -> TrainedRun:
+def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
     config, found, model = read_exported(folder)
     if weights == "model" and found.weights != "model":
         raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
         raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
-    model.to(device).eval().requires_grad_(False)
-    about = (found.shape, found.step, found.condition, found.data, found.weights)
-    return TrainedRun(folder, config, model, build_objective(config), *about)
+    return config, model, found.shape, found.step, found.condition, found.data, found.weights
 
 
 def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
     """The function from samples of the run to uint8 images; loads the autoencoder of a run on latents."""
-    autoencoder = exported_autoencoder(run.folder, device)
-    if autoencoder is None:
-        return build_pixels(run.config, device, run.data)
-    return lambda latents: to_uint8(autoencoder.decode(latents))
+    autoencoder = exported_autoencoder(run.folder, device) or decoder(run.config.data.name, device, run.data)
+    return to_uint8 if autoencoder is None else lambda latents: to_uint8(autoencoder.decode(latents))
 
 
 def sample_batches(
@@ -145,7 +153,6 @@ def sample_batches(
     condition: Callable[[Tensor], Mapping[str, Any]] | None = None,  # indices (B,) -> arguments of the network
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample, for guidance
     to_pixels: ToPixels = to_uint8,
-    device: str | torch.device | None = None,  # default: that of the network's parameters
     progress: bool = True,
 ) -> Iterator[Tensor]:
     """Batches of uint8 images on the CPU, in the order of their indices.
@@ -161,44 +168,29 @@ def sample_batches(
     if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):
         raise ValueError(f"indices: must be a list of numbers >= 0, got {indices!r}")
     module: nn.Module | None = net if isinstance(net, nn.Module) else getattr(net, "model", None)
-    if device is None:
-        parameter = next(module.parameters(), None) if module is not None else None
-        device = "cpu" if parameter is None else parameter.device
-    device = torch.device(device)
+    parameter = next(module.parameters(), None) if module is not None else None
+    device = torch.device("cpu") if parameter is None else parameter.device
     if settings.compile and module is not None:
         net = as_network(torch.compile(module))  # type: ignore[arg-type]
     context = autocast(device, DTYPES[settings.precision])
     fast = device.type == "cuda" and settings.precision != "fp32"
+    size = min(settings.batch_size, len(chosen))
 
-    def make(index: Tensor) -> Tensor:
-        with evaluating(module), context, fused.inference(module, enabled=fast):
-            given = condition(index) if condition else {}
-            return sample(objective, net, (seed, index, shape), settings, null=null, **given)
+    def batches() -> Iterator[Tensor]:
+        with tqdm(total=len(chosen), desc="sample", unit="img", disable=None if progress else True) as bar:
+            for index in torch.split(chosen, size) if size else ():
+                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
+                with evaluating(module), context, fused.inference(module, enabled=fast):
+                    given = condition(padded) if condition else {}
+                    images = sample(objective, net, (seed, padded, shape), settings, null=null, **given)[: len(index)]
+                good = images.flatten(1).isfinite().all(dim=1).cpu()
+                if not good.all():
+                    bad = f"{(~good).sum()} of {len(good)} images are not finite, the first is image {index[~good][0]}"
+                    raise ValueError(f"sampling: {bad}; the network has diverged, or sampling.precision is too low")
+                yield to_pixels(images).cpu()
+                bar.update(len(index))
 
-    return _batches(make, to_pixels, chosen, settings.batch_size, device, progress)
-
-
-def _batches(
-    make: Callable[[Tensor], Tensor],
-    to_pixels: ToPixels,
-    indices: Tensor,
-    batch_size: int,
-    device: torch.device,
-    progress: bool,
-) -> Iterator[Tensor]:
-    size = min(batch_size, len(indices))
-    with tqdm(total=len(indices), desc="sample", unit="img", disable=None if progress else True) as bar:
-        for index in torch.split(indices, size) if size else ():
-            padded = torch.cat([index, index[-1:].expand(size - len(index))])  # one shape for compiled networks
-            images = make(padded.to(device))[: len(index)]
-            good = images.flatten(1).isfinite().all(dim=1).cpu()
-            if not good.all():
-                raise ValueError(
-                    f"sampling: {int((~good).sum())} of {len(good)} images are not finite, the first is image "
-                    f"{int(index[~good][0])}; the network has diverged, or its precision is too low for the sampler"
-                )
-            yield to_pixels(images).cpu()
-            bar.update(len(index))
+    return batches()  # the checks above are made at once, not with the first batch
 
 
 @contextmanager
@@ -212,3 +204,58 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+# ------------------------------------------------------------------------------------ exported pipelines
+
+
+@dataclass(frozen=True)
+class ExportedRun:
+    """What the files of a pipeline do not say about its run; stored beside them."""
+
+    step: int
+    weights: str  # ema or model
+    shape: Shape  # of what is diffused
+    folded: bool  # the coefficients are in the weights
+    data: str  # fingerprint of the training data
+    condition: Conditioning
+
+
+def is_exported(folder: Path) -> bool:
+    return (folder / DESCRIPTION).is_file()
+
+
+def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
+    """The configuration, the description and the model of an exported pipeline."""
+    try:
+        stored: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+        channels, height, width = stored["shape"]
+        condition = Conditioning.from_state(stored["condition"])
+        exported = ExportedRun(**{**stored, "shape": (channels, height, width), "condition": condition})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
+    config = from_yaml(folder / CONFIG)
+    if exported.folded:
+        config = replace(config, scaling=ScalingSettings("none"))
+    model = build_model(config, exported.shape, exported.condition)
+    if exported.folded:
+        skips.remove(model)  # folded weights have no state of a scaling
+    files = sorted((folder / DENOISER).glob(_WEIGHTS))
+    if not files:
+        raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
+    weights = {name.removeprefix("uvit."): value for file in files for name, value in load_file(file).items()}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({error})") from error
+    if exported.folded:
+        skips.apply(model, config.scaling.method)
+    return config, exported, model
+
+
+def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | None:
+    """The autoencoder in an exported pipeline of latents; None for any other folder."""
+    if not is_exported(folder) or not (folder / AUTOENCODER).is_dir():
+        return None
+    scale = float(json.loads((folder / INDEX).read_text())["latent_scale"])
+    return load_autoencoder(folder / AUTOENCODER, device, scale)

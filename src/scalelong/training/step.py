@@ -10,10 +10,11 @@ result = pending.read()                    # loss and gradient norm; waits for t
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
-from scalelong.training.nonfinite import Suspect, find_suspects
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
 
 
 class Stepper:
@@ -43,15 +44,10 @@ class Stepper:
         condition: Condition | None = None,  # None: unconditional
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
-        self.condition_of = condition.for_batch if condition and condition.name else _no_condition
-        self.model = model
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            weight_decay=config.optimizer.weight_decay,
-            fused=device.type == "cuda",
-        )
+        self.model, self.condition = model, condition or Condition(device)
+        lr, betas, decay = config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=decay, fused=fused)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
@@ -68,24 +64,23 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
-        losses, indices, times = [], [], []
+        samples = []
         for part, batch in enumerate(micro_batches, start=1):
             t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, batch.images.shape[1:])
-            condition = self.condition_of(batch)
+            condition = self.condition.for_batch(batch)
             with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
                 with self.autocast:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            indices.append(batch.index)
-            times.append(t)
+            samples.append((loss.detach(), batch.index, t))
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
-        samples = torch.cat(losses), torch.cat(indices), torch.cat(times)
-        shared = torch.stack([samples[0].mean() / self.world_size, torch.full((), float(stop), device=self.device)])
+        losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1:
             dist.all_reduce(shared)
-        return Pending(torch.cat([shared, norm.reshape(1)]), samples, self.scaler.is_enabled(), self.world_size)
+        suspects = functools.partial(find_suspects, losses, indices, times, self.world_size)
+        return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled())
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite; does not wait for the device."""
@@ -107,7 +102,6 @@ class Stepper:
         self.clear()
 
     def clear(self) -> None:
-        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_scaler(self) -> torch.amp.GradScaler:
@@ -116,13 +110,10 @@ class Stepper:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The numbers of one step."""
-
     loss: float
     gradient_norm: float
     stop: bool  # some rank was asked to stop
     overflow: bool  # fp16 only: the loss scale was too high, which is normal
-    suspects: list[Suspect]
 
     @property
     def finite(self) -> bool:
@@ -132,24 +123,74 @@ class StepResult:
 class Pending:
     """A step's numbers on their way to the host; reading them waits for the device, so the loop does it a step later."""
 
-    def __init__(self, values: Tensor, samples: tuple[Tensor, Tensor, Tensor], scaled: bool, world_size: int) -> None:
+    def __init__(self, values: Tensor, suspects: Callable[[], list[Suspect]], scaled: bool) -> None:
         self.finite = torch.isfinite(values).all()  # on the device: decides there whether the update happens
-        self._samples, self._scaled, self._world_size = samples, scaled, world_size
+        self.suspects, self._scaled = suspects, scaled  # suspects are searched for when asked
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
             self._arrived.record()
 
     def read(self) -> StepResult:
-        """Wait for the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, stops, gradient_norm = self._host.tolist()
         overflow = self._scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
-        result = StepResult(loss, gradient_norm, stops > 0, overflow, suspects=[])
-        if not result.finite:
-            result.suspects.extend(_all_ranks(find_suspects(*self._samples), self._world_size))
-        return result
+        return StepResult(loss, gradient_norm, stops > 0, overflow)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is not finite; the weights are those before the update."""
+
+
+def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
+    """The samples of all ranks whose loss is not finite; the tensors (B,) are those of this rank."""
+    bad = ~torch.isfinite(losses)
+    parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
+    if world_size > 1:
+        dist.all_gather_object(parts, parts[0])
+    return [suspect for part in parts for suspect in part]
+
+
+def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
+    what = "loss" if not math.isfinite(loss) else "gradient"
+    indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
+    shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
+    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
+    return f"step {step}: the {what} is not finite (loss {loss}, gradient norm {gradient_norm}); {shown}{more}"
+
+
+@dataclass
+class Guard:
+    """The policy at non-finite steps: raise, skip or rewind, up to `most` times."""
+
+    policy: str
+    most: int
+    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped
+    avoid: set[int] = field(default_factory=set)  # steps to skip when they come again after a rewind
+    rewinds: int = 0
+
+    def judge(self, step: int, sentence: str) -> str:
+        """Return "skip" or "rewind" for a non-finite step, or raise a NonFiniteError."""
+        if self.policy == "raise":
+            raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
+        if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
+            raise NonFiniteError(f"{sentence}; this is more than training.max_nonfinite = {self.most} such steps")
+        if self.policy == "skip":
+            self.skipped.append(step)
+        else:
+            self.rewinds += 1
+            self.avoid.add(step)
+        return self.policy
+
+    def state(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`; rewinds since that checkpoint stay counted."""
+        self.skipped = list(state["skipped"])
+        self.avoid |= set(state["avoid"])
+        self.rewinds = max(self.rewinds, state["rewinds"])
 
 
 @dataclass
@@ -163,7 +204,6 @@ class Window:
     since: float = 0.0  # seconds of the run at its start
 
     def add(self, result: StepResult) -> None:
-        """Count a finite step; others are reported on their own."""
         if result.finite and not result.overflow:
             self.loss += result.loss
             self.gradient_norm += result.gradient_norm
@@ -182,9 +222,7 @@ class Window:
 
 
 class EMA:
-    """An exponential moving average of a model's weights, with a warmed-up decay.
-
-    torch's AveragedModel counts updates on the device and reads the count back; here no step waits for the device.
+    """An exponential moving average of the weights, warmed up; unlike torch's AveragedModel it never syncs the device.
 
     >>> model = nn.Linear(2, 1)
     >>> ema = EMA(model, decay=0.9999)
@@ -197,34 +235,26 @@ class EMA:
         self.source, self.decay = model, decay
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
 
-    def decay_at(self, step: int) -> float:
-        """min(decay, (1 + s) / (10 + s)): a fixed 0.9999 remembers the initial weights for tens of thousands of steps."""
-        return min(self.decay, (1 + step) / (10 + step))
-
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Average in the weights after optimizer step `step`, counted from 1; buffers are copied."""
+        """Average in the weights after optimizer step `step`; buffers are copied."""
+        decay = min(self.decay, (1 + step) / (10 + step))
         average: list[Tensor] = [*self.model.parameters()]
-        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - self.decay_at(step))
+        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
         for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warm-up over the first steps, then constant."""
-    return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))
+    return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))  # linear warm-up
 
 
 def resolve_precision(config: RunConfig, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products in training."""
-    chosen = config.training.precision
-    if chosen == "auto":
-        chosen = "bf16" if device.type == "cuda" else "fp32"
-    return DTYPES[chosen]
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    return DTYPES[auto if config.training.precision == "auto" else config.training.precision]
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """torch.autocast to this dtype; disabled for float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
@@ -236,34 +266,15 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
     return torch.arange(first, first + size)
 
 
-def index_batches(config: RunConfig, first_step: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """The micro-batches of one rank from a step on to the last."""
-    for step in range(first_step, config.training.steps + 1):
-        for part in range(config.training.accumulate):
-            yield sample_indices(config, step, part, rank, world_size)
-
-
-def _no_condition(_batch: Batch) -> dict[str, Tensor]:
-    return {}
-
-
 def _compiled(model: nn.Module, mode: str) -> Network:
     if mode == "off":
         return as_network(model)
-    if mode == "default":
-        return as_network(torch.compile(model))  # type: ignore[arg-type]
     net = as_network(torch.compile(model, mode=mode))  # type: ignore[arg-type]
+    if mode == "default":
+        return net
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         return net(*args, **kwargs)
 
     return call
-
-
-def _all_ranks(own: list[Suspect], world_size: int) -> list[Suspect]:
-    if world_size == 1:
-        return own
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, own)
-    return [suspect for part in everyone for suspect in part]
