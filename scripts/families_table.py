@@ -4,6 +4,7 @@ small, with its skips counted by hand, those found, and the oracle's verdict.
 python scripts/families_table.py            # write (networks of tests/packages.txt are tried where `make test-slow` put them)
 python scripts/families_table.py --check    # fail if the page is out of date
 python scripts/families_table.py --known    # only the first table, in seconds
+python scripts/families_table.py --sources  # only the table of repositories, which `python -m tests.sources` clones
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import scalelong
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests import packages  # noqa: E402
+from tests import packages, sources  # noqa: E402
 from tests.families import FAMILIES, build  # noqa: E402
 from tests.packages import Packaged, tried  # noqa: E402
 from tests.standins import FOUND, NEGATIVE, REFUSED, StandIn  # noqa: E402
@@ -151,25 +152,42 @@ def without_skips() -> Iterator[dict[str, Any]]:
 
 
 def of_packages() -> list[dict[str, Any]]:
-    """In a process of their own, with the folder of tests/packages.txt on the path."""
+    """With the folder of tests/packages.txt on the path."""
+    return apart(["tests.packages"], {"PYTHONPATH": os.pathsep.join([str(packages.FOLDER), str(ROOT)])})
+
+
+def of_sources() -> list[dict[str, Any]]:
+    """The true classes of repositories, named with their source."""
+    rows = [row for name in sources.SOURCES for row in apart(["tests.sources", name], {})]
+    for row in rows:
+        url, commit = sources.SOURCES[row["package"]]
+        row["package"] = f"[{url.removeprefix('https://github.com/')}]({url}/tree/{commit})"
+    return rows
+
+
+def apart(module: list[str], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What a module of tests finds in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
-        paths = os.pathsep.join([str(packages.FOLDER), str(ROOT)])
         subprocess.run(
-            [sys.executable, "-m", "tests.packages", found], env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT, check=True,
+            [sys.executable, "-m", *module, found], env={**os.environ, **environment}, cwd=ROOT, check=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         rows: list[dict[str, Any]] = json.loads(found.read_text())
     return rows
 
 
-def everything() -> list[dict[str, Any]]:
-    rows = [*tried_families(), *map(stand_in, FOUND), *map(tried, packages.monai_networks()), *of_packages()]
-    rows += [*map(stand_in, REFUSED), *without_skips(), *map(stand_in, NEGATIVE)]
+def as_counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wrong = [row for row in rows if row["found"] != row["expected"]]
     if wrong:
         sys.exit(f"not as counted by hand: {wrong}")
     return rows
+
+
+def everything() -> list[dict[str, Any]]:
+    rows = [*tried_families(), *map(stand_in, FOUND), *map(tried, packages.monai_networks()), *of_packages()]
+    rows += [*map(stand_in, REFUSED), *without_skips(), *map(stand_in, NEGATIVE)]
+    return as_counted(rows)
 
 
 def found_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -209,7 +227,10 @@ def main() -> None:
     torch.set_num_threads(1)
     page = PAGE.read_text()
     new = replaced(page, "table", known_table())
-    if "--known" not in sys.argv:
+    cloned = all(sources.path(name).exists() for name in sources.SOURCES)
+    if "--sources" in sys.argv or (cloned and "--known" not in sys.argv):
+        new = replaced(new, "sources", found_table(as_counted(of_sources())))
+    if not {"--known", "--sources"} & {*sys.argv}:
         rows = everything()
         for name, table in (("found", found_table), ("none", none_table), ("refused", refused_table)):
             new = replaced(new, name, table(rows))

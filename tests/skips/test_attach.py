@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from torch import nn
 
 import scalelong
-from tests.families import FAMILIES, assert_close, build, output
+from tests.families import FAMILIES, assert_close, assert_same_weights, build, output
+from tests.standins import TutorialUNet, image
 
 BY_NAME = {family.name: family for family in FAMILIES}
 UNET, UVIT = BY_NAME["UNet2DModel"], BY_NAME["UViT"]
@@ -103,8 +106,6 @@ def test_a_model_that_is_not_scaled_has_no_coefficients_and_nothing_to_remove() 
 
 
 def test_a_subclass_of_a_known_family_is_known() -> None:
-    from diffusers import UNet2DModel
-
     class MyUNet(UNet2DModel):
         pass
 
@@ -118,6 +119,89 @@ def test_gates_take_the_models_device_and_precision() -> None:
         model = BY_NAME["UNet2DConditionModel SDXL"].build().half()
     scalelong.apply(model, "ls")
     assert all(p.is_meta and p.dtype == torch.float16 for p in model.scalelong.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"module": "ie"}, {"module": "learnable"}, {"shared": False}], ids=str)
+def test_gates_work_when_the_model_is_converted_after_them(options, dtype) -> None:
+    """All of it, or, as convert_to_fp16 of guided-diffusion does, all but the gates."""
+    model = build(UVIT).eval()
+    scalelong.apply(model, "ls", **options)
+    expected = output(model, UVIT.inputs())
+    inputs = {k: v.to(dtype) if v.ndim > 1 else v for k, v in UVIT.inputs().items()}
+    converted, partly = copy.deepcopy(model).to(dtype), copy.deepcopy(model)
+    for child in partly.children():
+        child.to(torch.float32 if child is partly.scalelong else dtype)
+    partly.pos_embed.data = partly.pos_embed.data.to(dtype)
+    for other in (converted, partly):
+        torch.testing.assert_close(output(other, inputs).float(), expected, rtol=0.1, atol=0.05)
+    assert {p.dtype for p in partly.scalelong.parameters()} == {torch.float32}
+
+
+class Occupied(TutorialUNet):
+    """A network with an attribute of our name, as the paper's own class has: the number of its scaling, 0 for none."""
+
+    def __init__(self, scalelong: int) -> None:
+        super().__init__()
+        self.scalelong = scalelong
+
+
+@pytest.mark.parametrize("method", ["cs", "ls"])
+def test_a_model_that_uses_our_name_is_scaled_under_another(method, tmp_path) -> None:
+    model, other = Occupied(0).eval(), Occupied(0).eval()
+    keys = list(model.state_dict())
+    scalelong.apply(model, method, example=image())
+    assert model.scalelong == 0
+    assert {key.partition(".")[0] for key in model.state_dict() if key not in keys} == {"scalelong_module"}
+    scalelong.verify(model, example=image())
+    scalelong.load(other, scalelong.save(model, tmp_path), example=image())
+    assert_same_weights(copy.deepcopy(copy.deepcopy(other)), model)
+    assert_close(other(*image()), model(*image()))
+    plain = {key: value for key, value in model.state_dict().items() if key in keys}
+    with pytest.raises(ValueError, match="no gates") if method == "ls" else pytest.warns(UserWarning, match="without"):
+        other.load_state_dict(plain)
+    scalelong.remove(model)
+    assert list(model.state_dict()) == keys
+
+
+def test_a_model_that_scales_its_skips_itself_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"'scalelong' is 2\); build it without .*scalelong\.load_official_uvit"):
+        scalelong.apply(Occupied(2), "cs", example=image())
+
+
+def test_verify_false_skips_the_check() -> None:
+    """The check runs copies in double precision."""
+    seen: list[torch.dtype] = []
+
+    class Recording(TutorialUNet):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.dtype)
+            return super().forward(x)
+
+    for check in (False, True):
+        assert len(scalelong.apply(Recording(), "cs", example=image(), verify=check).skips) == 3
+        assert (torch.float64 in seen) is check
+
+
+@pytest.mark.parametrize("method", ["cs", "ls"])
+def test_where_norms_cancel_kappa_this_is_said_at_once(method, caplog) -> None:
+    handle = scalelong.apply(build(UNET), method)
+    note = 'norms cancel kappa on 4 of 6 skips, except in the block\'s shortcut; placement="after_norm"'
+    assert [record.getMessage() for record in caplog.records if record.name == "scalelong"] == [handle.note]
+    assert handle.note.startswith(note)
+    assert repr(handle).splitlines()[1] == handle.note
+    caplog.clear()
+    for quiet in (("none", {}), ("cs", {"placement": "after_norm"})):
+        assert scalelong.apply(build(UNET), quiet[0], **quiet[1]).note == ""
+    assert scalelong.apply(build(UVIT), method).note == ""
+    assert not [record for record in caplog.records if record.name == "scalelong"]
+
+
+def test_coefficients_print_without_rounding_errors() -> None:
+    assert (
+        str(scalelong.coefficients(scalelong.apply(build(UNET), "cs", kappa=0.7).model)[:4])
+        == "[1.0, 0.7, 0.49, 0.343]"
+    )
 
 
 def test_gates_take_the_precision_of_most_weights() -> None:
@@ -208,6 +292,19 @@ class TestStateDicts:
             model.load_state_dict(plain.state_dict())
         assert torch.equal(model.conv_in.weight, plain.conv_in.weight)
         assert scalelong.coefficients(model)[1] == 0.6
+
+    def test_resuming_as_diffusers_scripts_do_gives_no_warning(self, tmp_path) -> None:
+        """They load the saved model as its plain class, then its config and its weights into the scaled one."""
+        self.scaled("cs", kappa=0.6).save_pretrained(tmp_path)
+        loaded, model = UNet2DModel.from_pretrained(tmp_path), self.scaled("cs", kappa=0.6)
+        model.register_to_config(**loaded.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(loaded.state_dict())
+            copy.deepcopy(model).load_state_dict(loaded.state_dict())
+        model.register_to_config(long_skip_scaling={"method": "none"})
+        with pytest.warns(UserWarning, match="trained without"):
+            model.load_state_dict(loaded.state_dict())
 
     def test_unscaled_weights_do_not_load_into_gates(self) -> None:
         model = self.scaled("ls")

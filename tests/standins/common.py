@@ -35,6 +35,19 @@ def image_and_time() -> tuple[Tensor, Tensor]:
     return randn(2, 3, 8, 8), torch.tensor([3.0, 500.0])
 
 
+class Persistent(nn.Module):
+    """Copied by pickling, as NVlabs' `persistence` does: a copy is made from its whole state, which cannot refer to it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, (type(self), self.__dict__)
+
+
+def rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = cls.__new__(cls)
+    module.__dict__.update(state)
+    return module
+
+
 class ResBlock(nn.Module):
     """norm, act, conv, time, norm, act, zero conv, plus a shortcut."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.standins.common import Embed, ResBlock, SelfAttention, TimeSequential
+from tests.standins.common import Embed, Persistent, ResBlock, SelfAttention, TimeSequential
 
 
 class GuidedStyle(nn.Module):
@@ -46,10 +46,10 @@ class GuidedStyle(nn.Module):
         return self.out(h)
 
 
-class EDMStyle(nn.Module):
+class EDMStyle(Persistent):
     """A dictionary of blocks; the root concatenates only where a block wants more channels. Wrapped in preconditioning."""
 
-    class Inner(nn.Module):
+    class Inner(Persistent):
         def __init__(self) -> None:
             super().__init__()
             self.embed = Embed()
@@ -114,7 +114,7 @@ class MPConv(nn.Module):
         return F.conv2d(x, w * gain, padding=w.shape[-1] // 2)
 
 
-class MPBlock(nn.Module):
+class MPBlock(Persistent):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.res0, self.res1 = MPConv(inputs, outputs, 3), MPConv(outputs, outputs, 3)
@@ -125,7 +125,7 @@ class MPBlock(nn.Module):
         return self.skip(x).lerp(y, 0.3) / (0.7**2 + 0.3**2) ** 0.5
 
 
-class EDM2Style(nn.Module):
+class EDM2Style(Persistent):
     """Magnitude-preserving concatenation; residuals are lerps; the output gain starts at zero."""
 
     def __init__(self) -> None:

@@ -19,10 +19,9 @@ from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import is_scaled
-from scalelong.skips.attach import CONFIG_KEY
 from scalelong.skips.example import as_call, is_meta
 from scalelong.skips.families import generated_example, known_skips
-from scalelong.skips.hooks import attached_skips
+from scalelong.skips.hooks import CONFIG_KEY, attached_skips
 from scalelong.skips.long_skip import Call
 from scalelong.training import load_run
 from scalelong.training.build import build_model

@@ -85,6 +85,8 @@ class Scaling(nn.Module):
     recorded: Tensor  # one number per skip; not saved
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
+    loaded_without = False  # while a state dict is loaded: it has none of our constants
+    written: Any = None  # the entry of this scaling in the model's config
 
     def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()
@@ -145,4 +147,4 @@ class ConstantScaling(Scaling):
         return self.values[index - 1]
 
     def current(self) -> list[float]:
-        return list(self.values)
+        return [float(f"{value:.15g}") for value in self.values]  # 0.49 rather than 0.48999999999999994

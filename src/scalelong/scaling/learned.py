@@ -35,6 +35,8 @@ class SqueezeExcite(nn.Module):
             _shift_bias(network[-1].bias, start)
 
     def forward(self, pooled: Tensor) -> Tensor:
+        dtype: Any = self.zeta[0].weight.dtype  # float32 where a model computes in half precision with float32 weights
+        pooled = pooled.to(dtype)
         if not self.encoders:
             return torch.sigmoid(self.zeta(pooled))
         size = str(int(pooled.shape[1]))  # a tensor under torch.jit.trace

@@ -1,14 +1,16 @@
 """The scaling on a model: attach and detach it, and check what is done to a scaled model (wrappers, state dicts).
 
 A forward-pre-hook on each consumer scales the skip on its way in. The scaling is registered once, as `model.scalelong`.
+No hook refers to the model itself: classes that copy by pickling their state (EDM's `persistence`) cannot copy a cycle.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 from scalelong.scaling.constant import Scaling
 from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputChannels, scale_inputs, scale_output
 
-ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict
+ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
+CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
 _SKIPS = "_scalelong_skips"
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -46,9 +49,10 @@ def attach(
             module.register_forward_pre_hook(scale_inputs, with_kwargs=True)
         if here.outputs or here.block is not None:
             module.register_forward_hook(scale_output)
-    model.add_module(ROOT_NAME, scaling)
+    model.add_module(root_name(model), scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
-    model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(warn_of_missing)  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
 
 
@@ -58,15 +62,25 @@ def detach(model: nn.Module) -> None:
         for key in _drop(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         _drop(module._forward_hooks, scale_output)
-    delattr(model, ROOT_NAME)
+    delattr(model, root_name(model))
     delattr(model, _SKIPS)
     _drop(model._load_state_dict_pre_hooks, check_state_dict)
+    _drop(model._load_state_dict_post_hooks, warn_of_missing)
     _drop(model._state_dict_pre_hooks, restore_constants)
 
 
+def _tensors_of(model: nn.Module) -> nn.Module:
+    """A module that shares the model's tables of parameters, buffers and submodules; its copy shares those of the copy."""
+    tables = nn.Module()
+    for name in ("_parameters", "_buffers", "_modules"):
+        object.__setattr__(tables, name, getattr(model, name))
+    return tables
+
+
 def _drop(hooks: dict[int, Any], function: Any) -> list[int]:
-    """Remove a hook function from a module's registry; torch wraps some hooks."""
-    keys = [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]
+    """Remove a hook function from a module's registry; it may be wrapped by torch, and by `partial`."""
+    inner = {key: getattr(hook, "hook", hook) for key, hook in hooks.items()}
+    keys = [key for key, hook in inner.items() if getattr(hook, "func", hook) is function]
     for key in keys:
         del hooks[key]
     return keys
@@ -80,7 +94,13 @@ def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
     """Exchange the scaling behind the hooks of a model; used on copies, to check the hooks themselves."""
     for module in _hooked(model):
         object.__setattr__(module, ATTACHMENT, replace(getattr(module, ATTACHMENT), scaling=scaling))
-    model.add_module(ROOT_NAME, scaling)
+    model.add_module(root_name(model), scaling)
+
+
+def root_name(model: nn.Module) -> str:
+    """The name that the scaling is registered under, or will be: another one if the model uses the usual name itself."""
+    found = (name for name, child in model._modules.items() if isinstance(child, Scaling))
+    return next(found, f"{ROOT_NAME}_module" if hasattr(model, ROOT_NAME) else ROOT_NAME)
 
 
 def attached_skips(model: nn.Module) -> list[LongSkip]:
@@ -93,7 +113,7 @@ def is_scaled(model: nn.Module) -> bool:
     >>> is_scaled(nn.Linear(2, 2))
     False
     """
-    return isinstance(model._modules.get(ROOT_NAME), Scaling)
+    return root_name(model) in model._modules
 
 
 def scaling_of(model: nn.Module) -> Scaling:
@@ -103,7 +123,7 @@ def scaling_of(model: nn.Module) -> Scaling:
     >>> print(scaling_of(scalelong.apply(diffusers.UNet1DModel(), "cs").model).config)
     cs(kappa=0.7)
     """
-    scaling = model._modules.get(ROOT_NAME)
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         wrapper = wrapper_of(model)
         remedy = f"pass the model inside {wrapper}" if wrapper else "call scalelong.apply(model, ...) first"
@@ -116,8 +136,12 @@ def check_unscaled(model: nn.Module) -> None:
     check_unwrapped(model)
     if any(True for _ in _hooked(model)):
         raise ValueError(f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) first")
-    if hasattr(model, ROOT_NAME):
-        raise ValueError(f"model: it has an attribute {ROOT_NAME!r} of its own, where the gates would be stored")
+    if isinstance(own := getattr(model, ROOT_NAME, 0), (int, str)) and own:
+        twice = f"this {type(model).__name__} scales its skips itself (its attribute {ROOT_NAME!r} is {own!r})"
+        remedy = (
+            "build it without (scalelong=0), or use scalelong.load_official_uvit for weights of the public U-ViT code"
+        )
+        raise ValueError(f"model: {twice}; {remedy}")
     if isinstance(model, nn.Sequential):
         name = type(model).__name__
         raise TypeError(f"model: a {name} would run the gates as a layer; make it an attribute of a module, scale that")
@@ -143,10 +167,10 @@ def reset_compiled() -> None:
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
     """Load-state-dict pre-hook: refuse weights that were trained with another scaling, before anything is loaded."""
-    scaling = model._modules[ROOT_NAME]
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
-    here = f"{prefix}{ROOT_NAME}."
+    here = f"{prefix}{root_name(model)}."
     given = {key.removeprefix(here): value for key, value in state_dict.items() if key.startswith(here)}
     expected, remedy = scaling.state_dict(), "apply the scaling they were trained with first"
     if not given:
@@ -169,7 +193,7 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
 
 def restore_constants(model: nn.Module, *_: Any) -> None:
     """State-dict pre-hook: refill buffers that `to_empty` left uninitialized."""
-    scaling = model._modules[ROOT_NAME]
+    scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
     for key, value in _constants(scaling).items():
@@ -180,18 +204,31 @@ def restore_constants(model: nn.Module, *_: Any) -> None:
 
 def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
     """Weights without a scaling: whole models raise for gates and warn for constants, parts of a model pass."""
-    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{ROOT_NAME}."))
+    name = root_name(model)
+    complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{name}."))
     has_gates = any(True for _ in scaling.parameters())
     if complete and has_gates:
-        lacking = f"state_dict.{prefix}{ROOT_NAME}.*: the weights contain no gates for {scaling.config}"
+        lacking = f"state_dict.{prefix}{name}.*: the weights contain no gates for {scaling.config}"
         raise ValueError(f"{lacking}; to start from them, load the weights before scalelong.apply")
-    if complete:
-        lacking = f"the loaded weights have no scaling (no {prefix}{ROOT_NAME}.*)"
-        warnings.warn(f"{lacking}, they were trained without; the model keeps {scaling.config}", stacklevel=5)
+    scaling.loaded_without = complete
     if not has_gates:
         for key, value in _constants(scaling).items():
             own = scaling.get_buffer(key)
-            state_dict[f"{prefix}{ROOT_NAME}.{key}"] = value if own.is_meta else value.to(own)
+            state_dict[f"{prefix}{name}.{key}"] = value if own.is_meta else value.to(own)
+
+
+def warn_of_missing(model: nn.Module, *_: Any) -> None:
+    """Load-state-dict post-hook: warn of weights without a scaling, unless a saved config that names it was loaded first, as
+    diffusers' training scripts do when they resume: its `from_pretrained` drops the constants."""
+    scaling = model._modules.get(root_name(model))
+    if not isinstance(scaling, Scaling):
+        return
+    missing, scaling.loaded_without = scaling.loaded_without, False
+    config = getattr(model, "config", None)
+    registered = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
+    if missing and (registered is scaling.written or registered != scaling.written):
+        lacking = f"the loaded weights have no scaling (no {root_name(model)}.*), they were trained without"
+        warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=4)
 
 
 def _constants(scaling: Scaling) -> dict[str, Tensor]:

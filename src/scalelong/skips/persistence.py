@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import CONFIG_KEY, apply, find_skips, remove, to_json, write_config
-from scalelong.skips.hooks import ROOT_NAME, is_scaled, scaling_of
+from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
+from scalelong.skips.families import known_skips
+from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -91,10 +92,10 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     finally:
         logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = _read_gates(source, options.get("variant"))
+    gates = _read_gates(source, options.get("variant"), f"{root_name(model)}.")
     with _scaled_as(model, stored, path, example):
         if missing := scaling_of(model).state_dict().keys() - gates.keys():
-            lacking = f"its safetensors contain no {ROOT_NAME}.{min(missing)} for {scaling_of(model).config}"
+            lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
             raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
         scaling_of(model).load_state_dict(gates)
     return model
@@ -106,6 +107,11 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
     if not isinstance(stored, Mapping) or not {"method", "options", "num_skips"} <= stored.keys():
         raise ValueError(f"{where}: must contain method, options and num_skips, got {stored!r}")
     config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
+    if example is None and not is_scaled(model) and known_skips(model) is None:
+        unknown = (
+            f"model: the skips of this {type(model).__name__} are not known, and there is no example to trace it with"
+        )
+        raise ValueError(f"{unknown}; pass one as for apply: scalelong.load(..., example=(x, t))")
     found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
     if found != stored["num_skips"]:
         own = f"this {type(model).__name__} has {found}"
@@ -142,7 +148,7 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
         raise ValueError(f"{weights}: {count}: {trouble[0]}; build the model as it was when it was saved")
 
 
-def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
+def _read_gates(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
     """Read the tensors of the scaling from the files of one variant, sharded or not, as diffusers names them."""
     gates: dict[str, Tensor] = {}
     dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
@@ -150,6 +156,6 @@ def _read_gates(folder: Path, variant: str | None) -> dict[str, Tensor]:
     for file in sorted(file for file in folder.iterdir() if name.fullmatch(file.name)):
         with safe_open(str(file), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
-                if key.startswith(f"{ROOT_NAME}."):
-                    gates[key.removeprefix(f"{ROOT_NAME}.")] = tensors.get_tensor(key)
+                if key.startswith(prefix):
+                    gates[key.removeprefix(prefix)] = tensors.get_tensor(key)
     return gates

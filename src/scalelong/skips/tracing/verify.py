@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.example import is_meta, map_tensors, merge_example, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.families import generated_example
-from scalelong.skips.hooks import ROOT_NAME, attached_skips, detach, replace_scaling, scaling_of
+from scalelong.skips.hooks import attached_skips, detach, replace_scaling, root_name, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
 from scalelong.skips.tracing.hook_points import detect_all
 from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
@@ -137,7 +137,7 @@ def add_noise(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.startswith(f"{ROOT_NAME}.") or parameter.is_meta or not parameter.is_floating_point():
+            if name.startswith(f"{root_name(model)}.") or parameter.is_meta or not parameter.is_floating_point():
                 continue
             if not parameter.any():
                 fan_in = max(1, parameter[0].numel()) if parameter.ndim >= 2 else 100
@@ -209,7 +209,7 @@ def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: 
     if not output.requires_grad:
         return {"outputs": [output]}
     named = model.named_parameters()
-    wanted: list[Tensor] = [p for name, p in named if not name.startswith(f"{ROOT_NAME}.") and p.requires_grad]
+    wanted: list[Tensor] = [p for name, p in named if not name.startswith(f"{root_name(model)}.") and p.requires_grad]
     wanted += [t for t in tensors_in(leaves) if t.requires_grad]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
     found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
