@@ -9,8 +9,8 @@ from scalelong.diffusion import DDPM, VPSDE
 from scalelong.lab import judge
 from scalelong.lab.lemma32 import (
     expected_squared_norm,
+    input_norms,
     printed_alpha_bar,
-    squared_norms,
     study,
 )
 
@@ -33,13 +33,13 @@ def test_uniform_second_moment_gives_equation_5() -> None:
 
 
 def test_monte_carlo_tells_uniform_data_from_others() -> None:
-    _, values = squared_norms(VPSDE(), None, 4000, 64, seed=3)
+    _, values = input_norms(VPSDE(), None, 4000, 64, seed=3)
     error = float(values.std()) / math.sqrt(4000)
     mean = VPSDE().mean_alpha_bar()
     assert abs(float(values.mean()) - expected_squared_norm(mean)) < 3 * error
     assert abs(float(values.mean()) - expected_squared_norm(mean, 0.5)) > 3 * error
     ones = torch.full((5, 1, 8, 8), 255, dtype=torch.uint8)  # v = 1: the size does not change with t
-    _, values = squared_norms(VPSDE(), ones, 4000, 0, seed=3)
+    _, values = input_norms(VPSDE(), ones, 4000, 0, seed=3)
     assert abs(float(values.mean()) - 1) < 4 * float(values.std()) / math.sqrt(4000)
 
 

@@ -26,7 +26,7 @@ Shape = tuple[int, int, int]
 Device = str | torch.device
 Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user's cache
 
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
 
 
@@ -299,7 +299,7 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
     return problems
 
 
-def threaded(function: Callable[[int], Result], items: Sequence[int]) -> Iterator[Result]:
+def threaded(function: Callable[[int], Value], items: Sequence[int]) -> Iterator[Value]:
     """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
     with ThreadPoolExecutor(8) as pool:
         for start in range(0, len(items), 1024):  # results wait in memory

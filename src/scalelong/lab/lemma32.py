@@ -29,7 +29,7 @@ def expected_squared_norm(mean_alpha_bar: float, second_moment: float = UNIFORM_
     return 1 - (1 - second_moment) * mean_alpha_bar
 
 
-def squared_norms(process: Process, images: Tensor | None, count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+def input_norms(process: Process, images: Tensor | None, count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
     """(u, ||x_t||^2 / m), (count,) each: u in [0, 1) is the quantile of t; x_0 is uniform, or rows of `images`."""
     index = torch.arange(count)
     if images is None:
@@ -48,7 +48,7 @@ def study(quick: bool = False, seed: int = 0) -> Study:
     data: dict[str, dict[str, Any]] = {"curves": {}, "second_moments": {}}
     vp, ddpm = VPSDE(), DDPM()
     for label, process, stream in (("VP-SDE", vp, seed), ("DDPM", ddpm, seed + 1)):
-        times, values = squared_norms(process, None, samples, width, stream)
+        times, values = input_norms(process, None, samples, width, stream)
         mean = process.mean_alpha_bar()
         predicted = expected_squared_norm(mean)
         measured, error = float(values.mean()), float(values.std() / math.sqrt(samples))
@@ -85,7 +85,7 @@ def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, dict[str,
         assert images is not None
         samples = 400 if quick else 1_500
         items = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))]
-        times, values = squared_norms(process, items, samples, 0, seed)
+        times, values = input_norms(process, items, samples, 0, seed)
         second = float(to_float(items).double().square().mean())
         expected, found = expected_squared_norm(mean, second), float(values.mean())
         agree &= abs(found - expected) < 4 * float(values.std()) / math.sqrt(samples)

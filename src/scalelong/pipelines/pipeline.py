@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-Condition = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
@@ -81,7 +81,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             x = self.scheduler.step(output, t, x, **options).prev_sample
         return self._finish(x, output_type, return_dict)
 
-    def _predict(self, x: Tensor, t: Tensor, condition: Condition, null: Condition | None, scale: float) -> Any:
+    def _predict(self, x: Tensor, t: Tensor, condition: Tensors, null: Tensors | None, scale: float) -> Any:
         """The network's output, by classifier-free guidance unless `null` is None."""
         time = t.to(x.device).expand(len(x))
         if null is None:
@@ -103,7 +103,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
             level = math.exp(4 * float(t))  # EDM: t is ln(sigma) / 4
         return (low or 0.0) <= level <= (math.inf if high is None else high)
 
-    def _condition(self, prompt: Any, class_labels: Any, batch_size: int) -> tuple[Condition, Condition | None, int]:
+    def _condition(self, prompt: Any, class_labels: Any, batch_size: int) -> tuple[Tensors, Tensors | None, int]:
         """The condition, the null condition of guidance if the model has one, and the number of images."""
         if self.text_encoder is not None:
             texts = [prompt] * batch_size if isinstance(prompt, str) or prompt is None else list(prompt)

@@ -190,11 +190,11 @@ class _ScaleSlices(CountingMode):
         return tensor * factors.view(1, -1, *[1] * (tensor.ndim - 2))
 
 
-Result = dict[str, list[Tensor]]  # outputs, and gradients if there are any
+Outputs = dict[str, list[Tensor]]  # outputs, and gradients if there are any
 _Oracle = _ScaleOperand | _ScaleSlices
 
 
-def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: bool = True) -> Result:
+def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: bool = True) -> Outputs:
     """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
     with undisturbed(model), torch.set_grad_enabled(gradients):
         leaves = map_tensors(lambda t: t.requires_grad_(gradients and t.is_floating_point()), own_copy(call))
@@ -217,7 +217,7 @@ def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: 
     return {"outputs": [output.detach()], "gradients": filled}
 
 
-def _check(skip: LongSkip, hooked: Result, oracle: Result, unscaled: Result, dtype: torch.dtype) -> SkipCheck:
+def _check(skip: LongSkip, hooked: Outputs, oracle: Outputs, unscaled: Outputs, dtype: torch.dtype) -> SkipCheck:
     tolerance = 1e-6 if dtype == torch.float64 else (1e-2 if dtype == torch.float32 else 1e-1)
     shared = [what for what in hooked if what in oracle and what in unscaled]
     errors = {what: _relative_error(hooked[what], oracle[what], unscaled[what]) for what in shared}
