@@ -11,6 +11,7 @@ from diffusers import UNet2DModel
 from torch import nn
 
 import scalelong
+from scalelong.skips.attach import _log_once
 from tests.families import FAMILIES, assert_close, assert_same_weights, build, output
 from tests.standins import TutorialUNet, image
 
@@ -185,12 +186,15 @@ def test_verify_false_skips_the_check() -> None:
 
 @pytest.mark.parametrize("method", ["cs", "ls"])
 def test_where_norms_cancel_kappa_this_is_said_at_once(method, caplog) -> None:
-    handle = scalelong.apply(build(UNET), method)
+    _log_once.cache_clear()
+    for _ in range(2):  # logged once
+        handle = scalelong.apply(build(UNET), method)
     note = 'norms cancel kappa on 4 of 6 skips, except in the block\'s shortcut; placement="after_norm"'
     assert [record.getMessage() for record in caplog.records if record.name == "scalelong"] == [handle.note]
     assert handle.note.startswith(note)
     assert repr(handle).splitlines()[1] == handle.note
     caplog.clear()
+    _log_once.cache_clear()
     for quiet in (("none", {}), ("cs", {"placement": "after_norm"})):
         assert scalelong.apply(build(UNET), quiet[0], **quiet[1]).note == ""
     assert scalelong.apply(build(UVIT), method).note == ""

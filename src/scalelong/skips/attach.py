@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -139,8 +140,13 @@ def apply(
     write_config(model, to_json(model))
     handle = Handle(model, skips, config)
     if handle.note:
-        logging.getLogger("scalelong").warning(handle.note)
+        _log_once(handle.note)
     return handle
+
+
+@cache
+def _log_once(note: str) -> None:
+    logging.getLogger("scalelong").warning(note)
 
 
 def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> list[LongSkip]:
