@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -56,7 +56,7 @@ def _u_shape(opened: Opened, command: Inspect) -> UShape:
     skips = opened.skips()
     shapes = skip_shapes(model, skips, opened.full) if opened.full is not None else [None] * len(skips)
     if command.method:
-        options = {} if command.kappa is None else {"kappa": command.kappa}
+        options: dict[str, Any] = {} if command.kappa is None else {"kappa": command.kappa}
         if options and command.method in METHODS and "kappa" not in METHODS[command.method].defaults:
             raise ValueError(f"kappa: {command.method!r} has none; leave it out")
         handle = scalelong.apply(model, command.method, example=opened.example, placement=command.placement, **options)
