@@ -240,7 +240,7 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
     10
     """
     try:
-        content = yaml.load(Path(path).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
     except yaml.YAMLError as error:
