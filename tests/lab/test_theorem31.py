@@ -72,7 +72,7 @@ def test_weights_grow_as_4_to_the_j_as_stated_and_not_at_unit_gain() -> None:
 
 def test_h_i_does_not_depend_on_kappa_i() -> None:
     own, following = index_effect(5, 32, 0)
-    assert own == 0
+    assert own < 1e-6  # float32 rounding at most
     assert following > 0.01
 
 

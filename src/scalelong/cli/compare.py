@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,16 +42,14 @@ def main(arguments: list[str]) -> None:
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{flag}: must be a finite number, got {value}")
     folders: list[str | Path] = [*command.runs]
-    is_first_rank = os.environ.get("RANK", "0") == "0"
     if command.preset:
         from scalelong.stability.sweep import sweep, train_in_turn
 
         configs = sweep(get_preset(command.preset), command.methods, command.seeds, command.steps)
         out = Path(command.out or f"runs/compare-{command.preset}")
-        is_first_rank = train_in_turn(configs, out)
+        if not train_in_turn(configs, out):
+            return  # another rank compares
         folders += [out / name for name in configs]
-    if not is_first_rank:
-        return
     if not folders:
         raise ValueError("runs: none given; name run folders, or pass --preset to train some")
     runs, refused = read_runs(folders)

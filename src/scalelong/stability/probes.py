@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
@@ -17,6 +16,7 @@ from scalelong.errors import did_you_mean
 from scalelong.runs.reader import PROBE_EVERY, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import stages
+from scalelong.training.step import is_main_rank
 
 __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
 
@@ -77,8 +77,7 @@ class OscillationProbe:
             return None
         measured = (("norm", self.norms()), ("gradient", self.gradient_norms()))
         values = {f"{what}/{name}": norm for what, norms in measured for name, norm in norms.items()}
-        several_ranks = dist.is_available() and dist.is_initialized()
-        if self.path is not None and (not several_ranks or dist.get_rank() == 0):
+        if self.path is not None and is_main_rank():
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         return values

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from tqdm import tqdm
 
 from scalelong.runs import METRICS
@@ -21,6 +20,7 @@ from scalelong.runs.settings import RunConfig
 from scalelong.stability.probes import OscillationProbe
 from scalelong.training import Trainer
 from scalelong.training.build import check_config
+from scalelong.training.step import is_main_rank
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,12 @@ def sweep(
 
 def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
     """Train or resume one run after the other, so that their times compare; False on all ranks but the first."""
-    ranks = PartialState(cpu=not torch.cuda.is_available())  # as the trainer's: the first one made decides
     for position, (name, config) in enumerate(configs.items(), 1):
-        if ranks.is_main_process:
+        if is_main_rank():
             logger.info("run %d of %d: %s", position, len(configs), name)
         if (stopped := _train(config, out / name)) is not None:
             raise RuntimeError(f"stopped in {name} at step {stopped}; repeat the command to continue")
-    return bool(ranks.is_main_process)
+    return is_main_rank()
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:

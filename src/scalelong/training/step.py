@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -243,6 +244,13 @@ class EMA:
         torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
         for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
+
+
+def is_main_rank() -> bool:
+    """True on the rank that writes and prints; before torch.distributed starts, as torchrun's environment says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
