@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def main(arguments: list[str]) -> None:
 
         configs = sweep(get_preset(command.preset), command.methods, command.seeds, command.steps)
         out = Path(command.out or f"runs/compare-{command.preset}")
-        if not train_in_turn(configs, out):
-            return  # another rank compares
+        train_in_turn(configs, out)
         folders += [out / name for name in configs]
+    if os.environ.get("RANK", "0") != "0":
+        return  # under torchrun the first rank compares
     if not folders:
         raise ValueError("runs: none given; name run folders, or pass --preset to train some")
     runs, refused = read_runs(folders)

@@ -183,7 +183,7 @@ def _about_index(fits: list[dict[str, Any]], own: float, following: float) -> Fi
         f"doubling kappa_i changes ||h_i||^2 by {own:.0%}, doubling kappa_(i+1) by at least {following:.0%}; at "
         f"N = {clearest['num_skips']}, i = N/2: R^2 {clearest['from_i']['r_squared']:.3f} from j = i, "
         f"{clearest['from_next']['r_squared']:.3f} from j = i + 1",
-        own == 0 and following > 0,
+        own < 1e-6 < following,
         "fails as printed: the sum starts at j = i + 1, as in its proof (Eq. 50)",
     )
 

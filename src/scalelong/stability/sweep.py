@@ -47,14 +47,13 @@ def sweep(
     return configs
 
 
-def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> bool:
-    """Train or resume one run after the other, so that their times compare; False on all ranks but the first."""
+def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> None:
+    """Train or resume one run after the other, so that their times compare."""
     for position, (name, config) in enumerate(configs.items(), 1):
         if is_main_rank():
             logger.info("run %d of %d: %s", position, len(configs), name)
         if (stopped := _train(config, out / name)) is not None:
             raise RuntimeError(f"stopped in {name} at step {stopped}; repeat the command to continue")
-    return is_main_rank()
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
