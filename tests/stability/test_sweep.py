@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-import torch
-from accelerate import PartialState
-
 from scalelong.runs.presets import get_preset
 from scalelong.runs.reader import read_run
-from scalelong.stability import sweep as module
-from scalelong.stability.sweep import sweep, train_in_parallel, train_in_turn
+from scalelong.stability.sweep import sweep, train_in_parallel
 from tests.training.tiny import tiny
 
 
@@ -22,18 +17,6 @@ def test_a_sweep_is_the_preset_with_each_method_and_seed() -> None:
     last = configs["cs0.5-seed4"]
     assert (last.scaling.method, last.scaling.kappa, last.training.seed, last.training.steps) == ("cs", 0.5, 4, 9)
     assert sweep(preset, ["ls"], [0])["ls-seed0"].training.steps == preset.training.steps
-
-
-def test_processes_are_joined_as_the_trainer_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, bool]] = []
-
-    def join(**options: bool) -> PartialState:
-        asked.append(options)
-        return PartialState(**options)
-
-    monkeypatch.setattr(module, "PartialState", join)
-    assert train_in_turn({}, tmp_path)
-    assert asked == [{"cpu": not torch.cuda.is_available()}]
 
 
 def test_runs_in_parallel_are_trained_with_a_probe(tmp_path: Path) -> None:
