@@ -127,7 +127,7 @@ def segmentation_networks() -> list[Packaged]:
 
     return [
         Packaged("Unet (resnet18)", package, build("Unet"), x, 4),
-        Packaged("MAnet (resnet18)", package, build("MAnet"), x, None, "which is meant is not clear"),
+        Packaged("MAnet (resnet18)", package, build("MAnet"), x, None, "it is ambiguous which to scale"),
         Packaged("Linknet (resnet18)", package, build("Linknet"), x, 4),
         Packaged("UnetPlusPlus (resnet18)", package, build("UnetPlusPlus"), x, None, "not all skips would be scaled"),
         Packaged("FPN (resnet18)", package, build("FPN"), x, None, "cannot be scaled"),
