@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -37,7 +38,7 @@ class Kappa:
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     process: str = ""  # vp, ddpm, cosine, edm; default: the preset's, or vp
     prediction: str = ""  # noise, x0, v; default: the preset's, or the process's own
-    num_samples: int = 4096
+    num_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 4096
     seed: int = 0
     out: str = "runs/kappa"  # folder of the plot
 
