@@ -36,7 +36,7 @@ test: lint docs  ## set everything up, lint, type-check, build the docs, run the
 
 test-portable: $(STAMP)  ## the fast tests as on other CPUs: without vector instructions, and with AVX2 on two threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -n 2
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 TEST_THREADS=2 $(BIN)/pytest -n 2
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_WAIT_POLICY=passive TEST_THREADS=2 $(BIN)/pytest -n 2
 
 browser:         ## Debian's chromium, for the report's tests, where it is missing and can be installed
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } || \
