@@ -201,6 +201,13 @@ def build_model(spec: Spec) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def scale_skip_weights(model: nn.Module, factors: Sequence[float]) -> None:
+    """Multiply W_s of every skip by its factor, outermost skip first: the network of skips multiplied by it."""
+    for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
+        block.skip_linear.weight[:, block.skip_linear.out_features :] *= factor
+
+
 class Trainer:
     """Trains one network; `advance` runs `steps_per_graph` steps, on a GPU as one CUDA graph."""
 
@@ -282,9 +289,8 @@ class Evaluator:
     Methods differ by 1e-4 in the loss: rounding to bfloat16 must not add to that.
     """
 
-    def __init__(self, trainer: Trainer, test: Tensor) -> None:
-        spec, device = trainer.spec, test.device
-        self.spec = spec
+    def __init__(self, spec: Spec, test: Tensor) -> None:
+        self.spec, device = spec, test.device
         self.model = build_model(spec).to(device).requires_grad_(False)
         self.weights = Weights(self.model, torch.float32)
         generator = torch.Generator(device).manual_seed(FIXED_SEED)
@@ -292,7 +298,7 @@ class Evaluator:
         self.t = (torch.arange(len(test), device=device) + 0.5) / len(test)
         alpha, sigma = marginal(self.t)
         self.x_t = alpha * (test.float() / 127.5 - 1) + sigma * self.noise
-        self._predict = compiled(predict_noise, trainer.on_gpu)
+        self._predict = compiled(predict_noise, device.type == "cuda")
 
     def predict(self, x: Tensor, t: Tensor) -> Tensor:
         return self._predict(self.model, x, t)
@@ -336,7 +342,7 @@ def train(spec: Spec, device: torch.device) -> str:
     begun = time.time()
     images, test = (part.to(device) for part in read_images(spec))
     trainer = Trainer(spec, images)
-    evaluator = Evaluator(trainer, test)
+    evaluator = Evaluator(spec, test)
     evaluator.losses()  # compiles
     ready = time.time()
     with (folder / f"{spec.name}.jsonl").open("w") as log:
