@@ -33,7 +33,7 @@ from train import PROTOCOL, Spec, write_spec
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "study"
-COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss")
+COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss", "raw_test_loss")
 FINAL_SECONDS = 20  # per run: the last evaluation, samples and FID after the deadline
 
 
@@ -164,6 +164,7 @@ def collect(piece: Piece, work: Path) -> list[dict[str, Any]]:
             "fid": fids.get((run.name, row["step"]), ""),
             "seconds": row["seconds"],
             "train_loss": f"{row['train_loss']:.6g}",
+            "raw_test_loss": f"{np.mean(row['raw_bins']):.6g}",  # of the weights themselves
         }
         for run in piece.runs
         for row in _json_lines(work / f"{run.name}.jsonl")
