@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 from fid import Gaussian, Inception, Reference
-from train import Evaluator, read_images, read_spec, scale_skip_weights
+from train import Evaluator, read_images, read_spec
+from variants import scale_skip_weights
 
 from scalelong.scaling.constant import CONSTANT_METHODS
 
