@@ -73,7 +73,7 @@ def code_commit() -> str:
 
 
 def check_joinable(
-    results: Path, name: str, commit: str, data: str, data_name: str = "cifar10", accept_commit: str = ""
+    results: Path, name: str, commit: str, data: str, data_name: str = "cifar10", accept_commit: Sequence[str] = ()
 ) -> None:
     """Raise StudyError where results of other pixels of this data set, of other code or of the same piece are there."""
     meta = read_meta(results)
@@ -82,7 +82,7 @@ def check_joinable(
             raise StudyError(
                 f"results.data: {other} was trained on data {about['data']}, this is {data}; use another --results folder"
             )
-        if about["commit"] not in (commit, accept_commit):
+        if about["commit"] not in (commit, *accept_commit):
             raise StudyError(
                 f"results.commit: {other} was trained by commit {about['commit']}, this is {commit}; check it out, or pass "
                 f"--accept-commit {about['commit']} if nothing that is trained or measured has changed since"
@@ -111,7 +111,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     partial.replace(path)
 
 
-def merge(work: Path, results: Path, accept_commit: str = "") -> None:
+def merge(work: Path, results: Path, accept_commit: Sequence[str] = ()) -> None:
     """Add the rows, meta data, events and sample grids of a finished piece to the results."""
     about = json.loads((work / "piece.json").read_text())
     name = about["name"]
@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--speed-test", type=int, metavar="STEPS", help="train on random images and print ms per step")
     parser.add_argument("--plain", action="store_true", help="without the Triton kernels")
     parser.add_argument("--merge-only", action="store_true", help="merge a finished working folder into the results")
-    parser.add_argument("--accept-commit", default="", help="an earlier commit whose results may be joined")
+    parser.add_argument("--accept-commit", nargs="+", default=(), help="earlier commits whose results may be joined")
     options = parser.parse_args()
     try:
         _main(options)

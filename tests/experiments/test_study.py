@@ -352,7 +352,7 @@ def test_results_of_another_commit_or_data_set_are_not_joined(finished, tmp_path
         check_joinable(tmp_path, "other", "abc", "d1")
     with pytest.raises(StudyError, match=r"results\.commit: tiny was trained by commit abc.*--accept-commit abc"):
         check_joinable(tmp_path, "other", "def", "d0")
-    check_joinable(tmp_path, "other", "def", "d0", accept_commit="abc")
+    check_joinable(tmp_path, "other", "def", "d0", accept_commit=["old", "abc"])
     check_joinable(tmp_path, "other", "abc", "d1", data_name="fashion_mnist")
 
 
