@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import variants
 import yaml
 
 from scalelong.scaling.registry import ScalingConfig
 
 QUEUE = Path(__file__).with_name("queue.yaml")
+DATA = {"cifar10": ("CIFAR-10", 50_000), "fashion_mnist": ("Fashion-MNIST", 60_000)}  # title and training images
 
 
 class StudyError(ValueError):
@@ -22,17 +24,18 @@ class StudyError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One network to train: a scaling method with its options, and a seed."""
+    """One network to train: a scaling method with its options, changes of variants.py, and a seed."""
 
     method: str
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 0  # 0: as many as the piece
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The method as it stands in tables: "ls", "cs kappa=0.7"."""
-        return " ".join([self.method, *(f"{key}={value}" for key, value in self.options.items())])
+        """The method as it stands in tables: "ls", "cs kappa=0.7 ramp=20000"."""
+        return " ".join([self.method, *(f"{key}={value}" for key, value in {**self.options, **self.changes}.items())])
 
     @property
     def name(self) -> str:
@@ -54,6 +57,7 @@ class Piece:
     depth: int = 12
     heads: int = 4
     patch: int = 4
+    data: str = "cifar10"
     loss_every: int = 1000
     fid_at: tuple[int, ...] = (10_000, 25_000, 50_000, 100_000)
     minutes: float = 0.0  # estimated, or measured once done
@@ -75,7 +79,7 @@ class Speed:
     """What a piece costs, as measured on the GPU: used to refuse pieces that cannot end in time."""
 
     ms_per_step: float  # GPU milliseconds per model and step of the proxy at batch 128, all runs at once
-    fid_s: float = 8.0  # 10,000 samples and their FID, per run
+    fid_s: float = 8.0  # 10,000 samples of each average and their FID, per run
     startup_s: float = 60.0  # import, compile, capture
     limit_minutes: float = 28.0
 
@@ -137,18 +141,22 @@ def _piece(entry: Mapping[str, Any]) -> Piece:
     for key in ("steps", "batch", "loss_every"):
         if getattr(piece, key) < 1:
             raise StudyError(f"{where}.{key}: must be at least 1, got {getattr(piece, key)}")
+    if piece.data not in DATA:
+        raise StudyError(f"{where}.data: unknown {piece.data!r}; choose one of {', '.join(DATA)}")
     _require_distinct(f"{where}.runs", [run.name for run in runs], "runs")
     return piece
 
 
 def _run(entry: Mapping[str, Any], seed: int, where: str) -> Run:
-    options = {key: value for key, value in entry.items() if key not in ("method", "seeds", "steps")}
+    options = {key: value for key, value in entry.items() if key not in ("method", "seeds", "steps", *variants.KEYS)}
+    changes = {key: value for key, value in entry.items() if key in variants.KEYS}
     method = entry.get("method", "")
     try:
         ScalingConfig.create(method, **options)
+        variants.check(method, changes)
     except (TypeError, ValueError) as error:
         raise StudyError(f"{where}.runs: {error}") from error
-    return Run(method, seed, options, entry.get("steps", 0))
+    return Run(method, seed, options, entry.get("steps", 0), changes)
 
 
 def _from_keys(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -21,36 +21,44 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from entries import QUEUE, Piece, StudyError, check_startable, read_queue
+from entries import DATA, QUEUE, Piece, Run, StudyError, check_startable, read_queue
+from torch import Tensor
 from train import PROTOCOL, Spec, write_spec
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "study"
-COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss")
-FINAL_SECONDS = 20  # per run: the last evaluation, samples and FID after the deadline
+COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss", "raw_test_loss")
+COLUMNS += ("short_test_loss", "fid_short")
+FINAL_SECONDS = 30  # per run: the last evaluation, samples and FID after the deadline
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
-def prepare_data(folder: Path | None, target: Path) -> str:
-    """Write CIFAR-10 as one .npz and return the fingerprint of its pixels."""
-    from scalelong.data import cache_dir, cifar10
+def prepare_data(name: str, root: Path | None, target: Path) -> str:
+    """Write a data set as one .npz of 32 x 32 RGB images and return the fingerprint of its pixels."""
+    from scalelong.data import load_source
 
-    folder = folder or cache_dir() / "cifar10"
-    arrays = {split: cifar10.read(folder, split)[0].numpy() for split in ("train", "test")}
-    if len(arrays["train"]) != 50_000:
-        raise StudyError(f"data: {folder} has {len(arrays['train'])} training images, expected 50000; fetch it again")
+    arrays = {split: to_rgb32(load_source(name, split=split, root=root).images).numpy() for split in ("train", "test")}
+    found, expected = len(arrays["train"]), DATA[name][1]
+    if found != expected:
+        raise StudyError(f"data: {name} has {found} training images, expected {expected}; fetch it again")
     if not target.exists():
         np.savez(target, **arrays)
     return hashlib.sha256(arrays["train"].tobytes()).hexdigest()[:16]
+
+
+def to_rgb32(images: Tensor) -> Tensor:
+    """Grey to RGB, and a black margin up to 32 x 32."""
+    margin = (32 - images.shape[-1]) // 2
+    return torch.nn.functional.pad(images, [margin] * 4).expand(-1, 3, -1, -1).contiguous()
 
 
 def code_commit() -> str:
@@ -64,15 +72,17 @@ def code_commit() -> str:
 # ---------------------------------------------------------------------------------------------------------- results
 
 
-def check_joinable(results: Path, name: str, commit: str, data: str, accept_commit: str = "") -> None:
-    """Raise StudyError where results of other data or code, or of the same piece, are already there."""
+def check_joinable(
+    results: Path, name: str, commit: str, data: str, data_name: str = "cifar10", accept_commit: Sequence[str] = ()
+) -> None:
+    """Raise StudyError where results of other pixels of this data set, of other code or of the same piece are there."""
     meta = read_meta(results)
     for other, about in meta["pieces"].items():
-        if about["data"] != data:
+        if about["data"] != data and about["settings"].get("data", "cifar10") == data_name:
             raise StudyError(
                 f"results.data: {other} was trained on data {about['data']}, this is {data}; use another --results folder"
             )
-        if about["commit"] not in (commit, accept_commit):
+        if about["commit"] not in (commit, *accept_commit):
             raise StudyError(
                 f"results.commit: {other} was trained by commit {about['commit']}, this is {commit}; check it out, or pass "
                 f"--accept-commit {about['commit']} if nothing that is trained or measured has changed since"
@@ -101,11 +111,13 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     partial.replace(path)
 
 
-def merge(work: Path, results: Path, accept_commit: str = "") -> None:
+def merge(work: Path, results: Path, accept_commit: Sequence[str] = ()) -> None:
     """Add the rows, meta data, events and sample grids of a finished piece to the results."""
     about = json.loads((work / "piece.json").read_text())
     name = about["name"]
-    check_joinable(results, name, about["commit"], about["data"], accept_commit)
+    data_name = about["settings"].get("data", "cifar10")
+    check_joinable(results, name, about["commit"], about["data"], data_name, accept_commit)
+    check_paired_with_results(work, about, results)
     results.mkdir(parents=True, exist_ok=True)
     table = results / "curves.csv"
     write_rows(table, [*(read_rows(table) if table.exists() else []), *read_rows(work / "curves.csv")])
@@ -145,7 +157,12 @@ def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = 
         shared["num_samples"] = 0
     return [
         Spec(
-            run.name, run.method, run.seed, options=dict(run.options), **(shared | {"steps": run.steps or piece.steps})
+            run.name,
+            run.method,
+            run.seed,
+            options=dict(run.options),
+            changes=dict(run.changes),
+            **(shared | {"steps": run.steps or piece.steps}),
         )
         for run in piece.runs
     ]
@@ -164,6 +181,9 @@ def collect(piece: Piece, work: Path) -> list[dict[str, Any]]:
             "fid": fids.get((run.name, row["step"]), ""),
             "seconds": row["seconds"],
             "train_loss": f"{row['train_loss']:.6g}",
+            "raw_test_loss": f"{np.mean(row['raw_bins']):.6g}",  # of the weights themselves
+            "short_test_loss": f"{np.mean(row['short_bins']):.6g}",  # of a shorter average
+            "fid_short": fids.get((f"{run.name}~short", row["step"]), ""),
         }
         for run in piece.runs
         for row in _json_lines(work / f"{run.name}.jsonl")
@@ -175,11 +195,24 @@ def check_paired(piece: Piece, work: Path) -> None:
     """Raise StudyError unless runs of one seed saw the same batch at every step that both recorded."""
     seen: dict[tuple[int, int], str] = {}
     for run in piece.runs:
-        for row in _json_lines(work / f"{run.name}.jsonl"):
-            if "batch" in row and seen.setdefault((run.seed, row["step"]), row["batch"]) != row["batch"]:
-                raise StudyError(
-                    f"{run.name}: batch {row['batch']} at step {row['step']}, others of its seed saw another"
-                )
+        _check_batches(work / f"{run.name}.jsonl", run.seed, seen)
+
+
+def check_paired_with_results(work: Path, about: Mapping[str, Any], results: Path) -> None:
+    """The same for the runs of earlier pieces with these data and this batch size: methods are compared across pieces."""
+    pieces, seen = {**read_meta(results)["pieces"], about["name"]: about}, {}
+    for name, other in pieces.items():
+        folder = work if name == about["name"] else results / name
+        if [other["data"], other["settings"]["batch"]] == [about["data"], about["settings"]["batch"]]:
+            for run in other["settings"]["runs"]:
+                label = {**run["options"], **run.get("changes", {})}
+                _check_batches(folder / f"{Run(run['method'], run['seed'], label).name}.jsonl", run["seed"], seen)
+
+
+def _check_batches(path: Path, seed: int, seen: dict[tuple[int, int], str]) -> None:
+    for row in _json_lines(path):
+        if "batch" in row and seen.setdefault((seed, row["step"]), row["batch"]) != row["batch"]:
+            raise StudyError(f"{path.stem}: batch {row['batch']} at step {row['step']}, others of its seed saw another")
 
 
 def run_piece(
@@ -243,14 +276,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="working folder of this piece")
     parser.add_argument("--queue", type=Path, default=QUEUE)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--data", type=Path, help="folder of the CIFAR-10 binary files; default: the library's cache")
+    parser.add_argument("--data", type=Path, help="cache folder of the data sets; default: the library's")
     parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
     parser.add_argument("--minutes", type=float, help="time for this piece, default: the queue's limit")
     parser.add_argument("--ms-per-step", type=float, help="measured speed, default: the queue's")
     parser.add_argument("--speed-test", type=int, metavar="STEPS", help="train on random images and print ms per step")
     parser.add_argument("--plain", action="store_true", help="without the Triton kernels")
     parser.add_argument("--merge-only", action="store_true", help="merge a finished working folder into the results")
-    parser.add_argument("--accept-commit", default="", help="an earlier commit whose results may be joined")
+    parser.add_argument("--accept-commit", nargs="+", default=(), help="earlier commits whose results may be joined")
     options = parser.parse_args()
     try:
         _main(options)
@@ -278,8 +311,8 @@ def _main(options: argparse.Namespace) -> None:
     if options.ms_per_step:
         speed = dataclasses.replace(speed, ms_per_step=options.ms_per_step)
     check_startable(piece, speed)
-    commit, data = code_commit(), prepare_data(options.data, work / "data.npz")
-    check_joinable(options.results, piece.name, commit, data, options.accept_commit)
+    commit, data = code_commit(), prepare_data(piece.data, options.data, work / "data.npz")
+    check_joinable(options.results, piece.name, commit, data, piece.data, options.accept_commit)
     deadline = begun + 60 * speed.limit_minutes - FINAL_SECONDS * len(piece.runs)
     run_piece(piece, work, str(work / "data.npz"), options.inception, deadline, not options.plain)
     about = {
@@ -292,7 +325,7 @@ def _main(options: argparse.Namespace) -> None:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "minutes": round((time.time() - begun) / 60, 1),
         "settings": dataclasses.asdict(piece),
-        "protocol": PROTOCOL,
+        "protocol": {key: text.format(*DATA[piece.data]) for key, text in PROTOCOL.items()},
         "runs": outcomes(piece, work),
     }
     (work / "piece.json").write_text(json.dumps(about, indent=1) + "\n")

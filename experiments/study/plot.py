@@ -2,7 +2,7 @@
 
     python experiments/study/plot.py    # experiments/results/study/curves.csv -> curves.png beside it, and a table
 
-Only pieces measured by the same protocol are compared: those of the last piece, or of `--experiment NAME`.
+Only pieces of the same network and training are drawn: those of the last piece, or of `--experiment NAME`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from piece import RESULTS, read_meta, read_rows
@@ -19,8 +20,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BASELINE = "none"
-COLOURS = {"none": "#e15759", "ls": "#59a14f", "cs": "#4e79a7", "universal": "#9c755f"}
-MARKS = ("o", "s", "^")
+COLOURS = {"none": "#e15759", "ls": "#59a14f", "cs": "#4e79a7", "universal": "#9c755f", "ls start=0.95": "#b6992d"}
+DASHES = ("--", "-", ":")  # by seed
+TRAINING = ("process", "optimizer", "ema", "data", "precision")  # what two protocols must share to be drawn together
 FIRST = 4000  # earlier steps are not drawn
 Curve = dict[int, float]  # value by step
 Key = tuple[str, int]  # method, seed
@@ -74,43 +76,58 @@ def smoothed(curve: Curve, width: int = 5) -> Curve:
 
 
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Training loss and test loss relative to the unscaled run, and FID."""
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.2))
-    for axes, column, title in (
-        (panels[0], "train_loss", "training loss, mean of 5,000 steps"),
-        (panels[1], "test_loss", "test loss of the EMA weights"),
+    """Losses relative to the unscaled run of the same seed, and FID."""
+    figure, panels = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    for axes, column, title, width in (
+        (panels[0, 0], "train_loss", "training loss, mean of 5,000 steps", 5),
+        (panels[0, 1], "raw_test_loss", "test loss of the weights, mean of 5 evaluations", 5),
+        (panels[1, 0], "test_loss", "test loss of the EMA weights", 1),
     ):
         losses = curves(rows, column)
-        axes.axhline(0, color=COLOURS[BASELINE], linewidth=1, label=BASELINE)
+        axes.axhline(0, color=COLOURS[BASELINE], linewidth=1.2, label=BASELINE)
         for (method, seed), curve in losses.items():
             if method != BASELINE and (BASELINE, seed) in losses:
-                both = [smoothed(c) if column == "train_loss" else c for c in (curve, losses[BASELINE, seed])]
-                _draw_relative(axes, relative(*both), method, seed)
-        axes.set_yscale("symlog", linthresh=0.5)
-        axes.set_title(f"{title}, % against none", fontsize=10, loc="left")
+                both = (smoothed(c, width) for c in (curve, losses[BASELINE, seed]))
+                _draw_relative(axes, relative(*both), method, seed, mark=width > 1)
+        axes.set_ylim(-0.8, 1.2)
+        axes.set_title(f"{title}: % above none", fontsize=10, loc="left")
+    scores = panels[1, 1]
     for (method, seed), curve in curves(rows, "fid").items():
-        steps = sorted(step for step in curve if step >= FIRST)
-        style = {"color": _colour(method), "linestyle": _dash(method), "marker": MARKS[seed % len(MARKS)]}
-        panels[2].plot(steps, [curve[step] for step in steps], label=f"{method}, seed {seed}", linewidth=1.2, **style)
-    panels[2].set_title("FID-10k", fontsize=10, loc="left")
-    for axes in panels:
+        steps = [step for step in sorted(curve) if step >= FIRST]
+        scores.plot(steps, [curve[step] for step in steps], "o", markersize=4, **_style(method, seed))
+    scores.set_yscale("log")
+    scores.set_yticks((30, 40, 50, 60, 80, 100), labels=("30", "40", "50", "60", "80", "100"))
+    scores.minorticks_off()
+    scores.set_title("FID-10k of the EMA weights", fontsize=10, loc="left")
+    for axes in panels.flat:
         axes.set_xlabel("step", fontsize=9)
+        axes.xaxis.set_major_formatter(lambda step, _position: f"{step / 1000:g}k")
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, frameon=False)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int) -> None:
-    """One curve, with the steps marked at which the method draws ahead."""
+def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int, mark: bool) -> None:
+    """One curve, with `mark` also the step at which the method first draws ahead."""
     shown = {step: difference[step] for step in sorted(difference) if step >= FIRST}
-    style = {"color": _colour(method), "linestyle": _dash(method), "linewidth": 1.4}
-    axes.plot(list(shown), list(shown.values()), label=f"{method}, seed {seed}", **style)
-    for at, _ in intervals_ahead(shown):
-        axes.plot(at, shown[at], "o", color=_colour(method), markersize=5)
-        axes.annotate(f"{at // 1000}k", (at, shown[at]), xytext=(3, 6), textcoords="offset points", fontsize=8)
+    axes.plot(list(shown), list(shown.values()), **_style(method, seed))
+    for at, _ in intervals_ahead(shown)[:1] if mark else []:
+        axes.plot(at, shown[at], "o", color=_colour(method), markersize=4)
+        offset = (-8, -14) if seed % 2 else (3, 5)
+        axes.annotate(f"{at // 1000}k", (at, shown[at]), xytext=offset, textcoords="offset points", fontsize=8)
+
+
+def _style(method: str, seed: int) -> dict[str, Any]:
+    """Colour by method, dashes by seed."""
+    return {
+        "color": _colour(method),
+        "linestyle": DASHES[seed % len(DASHES)],
+        "linewidth": 1.4,
+        "label": f"{method}, seed {seed}",
+    }
 
 
 def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
@@ -134,6 +151,22 @@ def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def window_table(rows: Sequence[Mapping[str, str]], column: str, width: int = 5) -> str:
+    """Markdown: loss relative to the unscaled run of the seed, means of `width` evaluations, at every second window."""
+    losses = {key: smoothed(curve, width) for key, curve in curves(rows, column).items()}
+    ends = sorted({step for curve in losses.values() for step in curve if step % 10_000 == 0})
+    lines = [
+        f"| {column} | seed | " + " | ".join(f"to {end // 1000}k" for end in ends) + " |",
+        "|---" * (len(ends) + 2) + "|",
+    ]
+    for (method, seed), curve in losses.items():
+        if method != BASELINE and (BASELINE, seed) in losses:
+            found = relative(curve, losses[BASELINE, seed])
+            cells = [f"{found[end]:+.2f}%" if end in found else "" for end in ends]
+            lines.append(f"| {method} | {seed} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _cell(losses: Curve, fids: Curve, step: int) -> str:
     if step not in losses:
         return ""
@@ -141,28 +174,34 @@ def _cell(losses: Curve, fids: Curve, step: int) -> str:
 
 
 def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
-    """The rows of all pieces with the protocol of one of them."""
+    """The rows of all pieces of the network and training of one of them. Methods are compared within a piece's seed only, so
+    pieces may differ in how they are evaluated.
+    """
     pieces = read_meta(results)["pieces"]
-    protocol = pieces[experiment or list(pieces)[-1]]["protocol"]
-    return [row for row in read_rows(results / "curves.csv") if pieces[row["experiment"]]["protocol"] == protocol]
+
+    def trained(name: str) -> list[object]:
+        about = pieces[name]
+        sizes = ("batch", "lr", "warmup", "dim", "depth", "heads", "patch")
+        return [about["protocol"][key] for key in TRAINING] + [about["settings"][key] for key in sizes]
+
+    wanted = trained(experiment or list(pieces)[-1])
+    return [row for row in read_rows(results / "curves.csv") if trained(row["experiment"]) == wanted]
 
 
 def _colour(method: str) -> str:
-    return COLOURS.get(method.partition(" ")[0], "#b07aa1")
-
-
-def _dash(method: str) -> str:
-    return "--" if "start" in method else "-"
+    return COLOURS.get(method) or COLOURS.get(method.partition(" ")[0], "#b07aa1")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--experiment", default="", help="a piece whose protocol to draw; default: the last")
+    parser.add_argument("--experiment", default="", help="a piece whose training to draw; default: the last")
     options = parser.parse_args()
     rows = comparable(options.results, options.experiment)
     draw(rows, options.results / "curves.png")
     print(table(rows, (5_000, 10_000, 25_000, 50_000, 66_000, 73_000, 100_000)))
+    for column in ("train_loss", "raw_test_loss", "test_loss"):
+        print("\n" + window_table(rows, column))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import variants
 from PIL import Image
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from scalelong.backbones import UViT, UViTConfig
 
 BETA_MIN, BETA_MAX = 0.1, 20.0
 BETAS, EPS, WEIGHT_DECAY = (0.99, 0.999), 1e-8, 0.03
-EMA_DECAY = 0.9999
+EMA_DECAY, SHORT_DECAY = 0.9999, 0.999
 SAMPLER_STEPS, LAST_TIME = 50, 1e-3
 FIXED_SEED = 20231  # test noises and starting noises, the same for every run of every piece
 NOISE_BINS = 10
@@ -40,12 +41,13 @@ PROTOCOL = {
     "process": "VP-SDE, beta(t) = 0.1 + 19.9 t, noise prediction, mean squared error, t uniform, network time 999 t",
     "optimizer": "AdamW, betas (0.99, 0.999), weight decay 0.03 on all parameters, linear warm-up, constant rate",
     "ema": "decay min(0.9999, (1 + s) / (10 + s)) after step s",
-    "data": "CIFAR-10 train, images drawn with replacement, random horizontal flip",
+    "short_ema": "decay min(0.999, (1 + s) / (10 + s)): short_test_loss and fid_short, else as test_loss and fid",
+    "data": "{} train, images drawn with replacement, random horizontal flip",
     "precision": "bfloat16 autocast, float32 master weights, AdamW state and EMA",
     "test_loss": "EMA weights, float32 (TF32 products), first test images, t = (i + 0.5) / n, one fixed noise per image",
     "sampler": "DPM-Solver++(2M), 50 steps even in log-SNR from t = 1 to 0.001, x0 clamped to [-1, 1], EMA weights, float32 "
     "(TF32 products)",
-    "fid": "10,000 samples from the same starting noises against CIFAR-10 train (50,000), Inception 2015-12-05, float32",
+    "fid": "10,000 samples from the same starting noises against {} train ({:,}), Inception 2015-12-05, float32",
 }
 
 
@@ -58,6 +60,7 @@ class Spec:
     seed: int
     folder: str  # NAME.jsonl, NAME.png and samples/ are written here
     options: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # see variants.py
     data: str = ""  # .npz with uint8 arrays train and test; empty: random images, to measure speed
     steps: int = 100_000
     batch: int = 128
@@ -176,16 +179,20 @@ class Weights:
         return torch.cat(flat[True]), torch.cat(flat[False])
 
 
-def adamw(master: Tensor, low: Tensor, gradient: Tensor, m: Tensor, v: Tensor, ema: Tensor, step: Tensor, lr, warmup):
-    """AdamW on flat tensors, the EMA and the low-precision copy: one pass over memory once compiled."""
+def adamw(master, low, gradient, m, v, ema, short, step, lr, warmup, sizes=1.0):
+    """AdamW on flat tensors, both EMAs and the low-precision copy: one pass over memory once compiled.
+
+    sizes: what Adam's step of each weight is multiplied by.
+    """
     gradient = gradient.float()
     rate = lr * (step / warmup).clamp(max=1.0)
     m.lerp_(gradient, 1 - BETAS[0])
     v.lerp_(gradient.square(), 1 - BETAS[1])
     m_hat = m / -torch.expm1(step * math.log(BETAS[0]))
     v_hat = v / -torch.expm1(step * math.log(BETAS[1]))
-    master.copy_(master * (1 - rate * WEIGHT_DECAY) - rate * m_hat / (v_hat.sqrt() + EPS))
+    master.copy_(master * (1 - rate * WEIGHT_DECAY) - rate * sizes * m_hat / (v_hat.sqrt() + EPS))
     ema.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=EMA_DECAY))
+    short.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=SHORT_DECAY))
     low.copy_(master[: len(low)])
 
 
@@ -198,6 +205,7 @@ def build_model(spec: Spec) -> nn.Module:
     config = UViTConfig(image_size=32, patch_size=spec.patch, dim=spec.dim, depth=spec.depth, heads=spec.heads)
     model = UViT(config)
     scalelong.apply(model, spec.method, **spec.options)
+    variants.change(model, spec.changes)
     return model
 
 
@@ -214,7 +222,11 @@ class Trainer:
             speed_up(self.model)
         self.weights = Weights(self.model, torch.bfloat16 if self.on_gpu else torch.float32)
         self.start = self.weights.master.clone()
-        self.ema, self.m, self.v = (torch.zeros_like(self.start) for _ in range(3))
+        self.ema, self.short, self.m, self.v = (torch.zeros_like(self.start) for _ in range(4))
+        self.sizes: Sequence[float | Tensor] = (1.0, 1.0)
+        if "rate" in spec.changes:
+            sizes = variants.step_sizes(self.model, self.weights.parameters, spec.changes["rate"])
+            self.sizes = self.weights.flatten(sizes)
         self.step, self.loss_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         self.generator = torch.Generator(device)
         self.index = torch.zeros(spec.batch, dtype=torch.int64, device=device)
@@ -229,17 +241,18 @@ class Trainer:
         self.index.random_(0, len(self.images), generator=self.generator)
         self.uniforms.uniform_(generator=self.generator)
         self.noise.normal_(generator=self.generator)
+        variants.set_progress(self.model, self.spec.changes, self.step)
         loss = self._loss(self.model, self.images, self.index, self.uniforms, self.noise)
         gradients = torch.autograd.grad(loss, self.weights.parameters, materialize_grads=True)
         with torch.no_grad():
             self.step += 1
             self.loss_sum += loss.detach()
             w, split = self.weights, len(self.weights.low)
-            for part, low, gradient in zip(
-                (slice(split), slice(split, None)), (w.low, w.low[:0]), w.flatten(gradients), strict=True
+            for part, low, gradient, sizes in zip(
+                (slice(split), slice(split, None)), (w.low, w.low[:0]), w.flatten(gradients), self.sizes, strict=True
             ):
-                state = (w.master[part], low, gradient, self.m[part], self.v[part], self.ema[part])
-                self._adamw(*state, self.step, self.spec.lr, self.spec.warmup)
+                state = (w.master[part], low, gradient, self.m[part], self.v[part], self.ema[part], self.short[part])
+                self._adamw(*state, self.step, self.spec.lr, self.spec.warmup, sizes)
 
     def _steps(self) -> None:
         for _ in range(self.spec.steps_per_graph):
@@ -264,6 +277,7 @@ class Trainer:
         """Forget the steps that warmed up the graph."""
         self.weights.load(self.start)
         self.ema.copy_(self.start)
+        self.short.copy_(self.start)
         for state in (self.m, self.v, self.step, self.loss_sum):
             state.zero_()
         self.generator.manual_seed(self.spec.seed)
@@ -282,9 +296,8 @@ class Evaluator:
     Methods differ by 1e-4 in the loss: rounding to bfloat16 must not add to that.
     """
 
-    def __init__(self, trainer: Trainer, test: Tensor) -> None:
-        spec, device = trainer.spec, test.device
-        self.spec = spec
+    def __init__(self, spec: Spec, test: Tensor) -> None:
+        self.spec, device = spec, test.device
         self.model = build_model(spec).to(device).requires_grad_(False)
         self.weights = Weights(self.model, torch.float32)
         generator = torch.Generator(device).manual_seed(FIXED_SEED)
@@ -292,7 +305,7 @@ class Evaluator:
         self.t = (torch.arange(len(test), device=device) + 0.5) / len(test)
         alpha, sigma = marginal(self.t)
         self.x_t = alpha * (test.float() / 127.5 - 1) + sigma * self.noise
-        self._predict = compiled(predict_noise, trainer.on_gpu)
+        self._predict = compiled(predict_noise, device.type == "cuda")
 
     def predict(self, x: Tensor, t: Tensor) -> Tensor:
         return self._predict(self.model, x, t)
@@ -336,7 +349,7 @@ def train(spec: Spec, device: torch.device) -> str:
     begun = time.time()
     images, test = (part.to(device) for part in read_images(spec))
     trainer = Trainer(spec, images)
-    evaluator = Evaluator(trainer, test)
+    evaluator = Evaluator(spec, test)
     evaluator.losses()  # compiles
     ready = time.time()
     with (folder / f"{spec.name}.jsonl").open("w") as log:
@@ -368,8 +381,11 @@ def train(spec: Spec, device: torch.device) -> str:
             trainer.loss_sum.zero_()
             counted = step
             seconds = time.time() - ready
+            variants.set_progress(evaluator.model, spec.changes, trainer.step)
             evaluator.weights.load(trainer.weights.master)
             raw_losses, _ = evaluator.losses()
+            evaluator.weights.load(trainer.short)
+            short_losses, _ = evaluator.losses()
             evaluator.weights.load(trainer.ema)
             losses, kappas = evaluator.losses()
             test_loss = float(losses.mean())
@@ -382,12 +398,15 @@ def train(spec: Spec, device: torch.device) -> str:
                 seconds=round(seconds, 2),
                 bins=bin_means(losses),
                 raw_bins=bin_means(raw_losses),  # of the weights themselves
+                short_bins=bin_means(short_losses),
                 coefficients=[round(kappa, 5) for kappa in kappas],
                 batch=trainer.batch_hash(),
             )
             if end != "diverged" and spec.num_samples and (step in spec.fid_at or end):
-                pixels = evaluator.samples()
-                save_samples(folder / "samples" / f"{spec.name}@{step}.npy", pixels)
+                for name, weights in ((f"{spec.name}~short", trainer.short), (spec.name, trainer.ema)):
+                    evaluator.weights.load(weights)
+                    pixels = evaluator.samples()
+                    save_samples(folder / "samples" / f"{name}@{step}.npy", pixels)
                 save_grid(folder / f"{spec.name}.png", pixels[:64])
         evaluator.weights.load(trainer.ema)
         torch.save(evaluator.model.state_dict(), folder / f"{spec.name}.pt")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,10 +19,12 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments" / "study"))
 
 import train as worker
+import variants
 from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from fid import Gaussian, Reference
-from piece import check_joinable, check_paired, collect, merge, outcomes, read_rows, specs, write_rows
+from piece import check_joinable, check_paired, collect, merge, outcomes, read_rows, specs, to_rgb32, write_rows
 from plot import intervals_ahead, relative, smoothed, speed_up
+from skip_tuning import evaluate
 
 import scalelong
 from scalelong.diffusion import VPSDE, Objective
@@ -77,6 +81,11 @@ def written(tmp_path: Path, *pieces: dict) -> Path:
         ({"name": "p", "runs": []}, r"queue\.p\.runs: the piece has no runs"),
         ({"name": "p", "runs": [{"method": "ls"}], "step": 5}, r"queue\.p\.step: unknown key"),
         ({"name": "p", "runs": [{"method": "ls"}], "batch": 0}, r"queue\.p\.batch: must be at least 1, got 0"),
+        ({"name": "p", "runs": [{"method": "ls"}], "data": "cifar"}, r"queue\.p\.data: unknown 'cifar'; .* cifar10"),
+        ({"name": "p", "runs": [{"method": "ls", "ramp": 9}]}, r"queue\.p\.runs: ramp: needs constant coef.*'ls'"),
+        ({"name": "p", "runs": [{"method": "cs", "ramp": 0}]}, r"ramp: must be a number of steps of at least 1, got 0"),
+        ({"name": "p", "runs": [{"method": "none", "rate": -1}]}, r"rate: must be positive, got -1"),
+        ({"name": "p", "runs": [{"method": "none", "joins": "he"}]}, r"joins: must be xavier, got 'he'"),
     ],
 )
 def test_bad_entries_are_refused(tmp_path, piece, message) -> None:
@@ -124,14 +133,14 @@ def test_rows_samples_and_events_are_written(finished) -> None:
     assert all(0 < float(row["test_loss"]) < 10 for row in rows)
     for run in RUNS:
         assert (finished / f"{run.name}.png").exists()
-        for step in (4, 8):
-            pixels = np.load(finished / "samples" / f"{run.name}@{step}.npy")
+        for average, step in itertools.product(("", "~short"), (4, 8)):
+            pixels = np.load(finished / "samples" / f"{run.name}{average}@{step}.npy")
             assert pixels.shape == (8, 3, 32, 32)
             assert pixels.dtype == np.uint8
     lines = [json.loads(line) for line in (finished / f"{RUNS[1].name}.jsonl").read_text().splitlines()]
     assert lines[-1] == {"event": "end", "reason": "complete", "step": 8}
     assert lines[1]["coefficients"] == pytest.approx([0.95, 0.95], abs=0.02)
-    assert len(lines[1]["bins"]) == len(lines[1]["raw_bins"]) == worker.NOISE_BINS
+    assert len(lines[1]["bins"]) == len(lines[1]["raw_bins"]) == len(lines[1]["short_bins"]) == worker.NOISE_BINS
     assert sum(lines[1]["bins"]) / worker.NOISE_BINS == pytest.approx(lines[1]["test_loss"], rel=1e-4)
     assert outcomes(PIECE, finished)["none-seed0"]["end"] == "complete"
 
@@ -191,7 +200,7 @@ def test_the_optimizer_is_torch_s_adamw_and_the_average_follows_it() -> None:
     expected = torch.nn.Parameter(master.clone())
     optimizer = torch.optim.AdamW([expected], lr=0.1, betas=worker.BETAS, weight_decay=worker.WEIGHT_DECAY)
     average, low = master.clone(), torch.zeros(60, dtype=torch.bfloat16)
-    m, v, ema = torch.zeros(100), torch.zeros(100), master.clone()
+    m, v, ema, short = torch.zeros(100), torch.zeros(100), master.clone(), master.clone()
     for step in range(1, steps + 1):
         gradient = torch.randn(100)
         optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, step / 3)
@@ -199,7 +208,7 @@ def test_the_optimizer_is_torch_s_adamw_and_the_average_follows_it() -> None:
         optimizer.step()
         decay = (1 + step) / (10 + step)
         average = decay * average + (1 - decay) * expected.detach()
-        worker.adamw(master, low, gradient, m, v, ema, torch.tensor(float(step)), 0.1, 3)
+        worker.adamw(master, low, gradient, m, v, ema, short, torch.tensor(float(step)), 0.1, 3)
     torch.testing.assert_close(master, expected.detach())
     torch.testing.assert_close(ema, average)
     assert torch.equal(low, master[:60].bfloat16())
@@ -224,11 +233,115 @@ def test_the_frechet_distance_is_the_library_s() -> None:
     assert ours == pytest.approx(frechet_distance(a.mean, a.cov, b.mean, b.cov), rel=1e-6)
 
 
+def changed(folder: Path, method: str, options: dict | None = None, **changes: object) -> worker.Spec:
+    return tiny_spec(folder, method=method, options=options or {}, changes=changes)
+
+
+def outputs(*models: torch.nn.Module) -> list[torch.Tensor]:
+    x, time = torch.randn(2, 3, 32, 32), torch.rand(2)
+    return [model(x, time).detach() for model in models]
+
+
+def test_the_ramp_goes_from_the_unscaled_network_to_cs(tmp_path) -> None:
+    kappa = {"kappa": 0.5}
+    ramp = changed(tmp_path, "cs", kappa, ramp=10)
+    none, cs, model = map(worker.build_model, (changed(tmp_path, "none"), changed(tmp_path, "cs", kappa), ramp))
+    for step, like, coefficient in ((0, none, 1.0), (5, None, 0.75), (10, cs, 0.5), (99, cs, 0.5)):
+        variants.set_progress(model, ramp.changes, torch.tensor(float(step)))
+        assert scalelong.coefficients(model) == pytest.approx([1.0, coefficient])
+        if like is not None:
+            torch.testing.assert_close(*outputs(model, like))
+    assert worker.train(ramp, torch.device("cpu")) == "complete"
+    rows = [json.loads(line) for line in (tmp_path / "none-seed0.jsonl").read_text().splitlines()[1:-1]]
+    assert [row["coefficients"][1] for row in rows] == pytest.approx([1 - 0.5 * 4 / 10, 1 - 0.5 * 8 / 10])
+
+
+def test_networks_that_must_compute_the_same_at_the_start(tmp_path) -> None:
+    kappa = {"kappa": 0.5}
+    none, cs, undone, small, slow = (
+        worker.build_model(spec)
+        for spec in (
+            changed(tmp_path, "none"),
+            changed(tmp_path, "cs", kappa),
+            changed(tmp_path, "cs", kappa, same_function=True),
+            changed(tmp_path, "none", size=0.5),
+            changed(tmp_path, "none", rate=0.5),
+        )
+    )
+    for pair in ((none, undone), (cs, small), (none, slow)):
+        torch.testing.assert_close(*outputs(*pair))
+    assert not torch.allclose(*outputs(none, cs))
+
+
+def test_cs_is_initial_size_and_rate(tmp_path) -> None:
+    """And CS with its size undone is the rate alone. Adam's eps is all that differs."""
+    kappa, images = {"kappa": 0.5}, torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
+
+    def trained(method: str, options: dict | None = None, **changes: object) -> list[torch.Tensor]:
+        """kappa_i W_s of every skip after 8 steps, outermost first."""
+        trainer = worker.Trainer(dataclasses.replace(changed(tmp_path, method, options, **changes), lr=1e-2), images)
+        for _ in range(4):
+            trainer.advance()
+        weights = [block.skip_linear.weight.detach()[:, 16:] for block in reversed(trainer.model.out_blocks)]
+        return [k * weight for k, weight in zip(scalelong.coefficients(trainer.model), weights, strict=True)]
+
+    both, cs = trained("none", size=0.5, rate=0.5), trained("cs", kappa)
+    rate, undone = trained("none", rate=0.5), trained("cs", kappa, same_function=True)
+    for ours, theirs in ((both, cs), (rate, undone)):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    for ours, theirs in ((trained("none", size=0.5), cs), (trained("none"), undone)):
+        assert (ours[1] - theirs[1]).abs().max() > 0.01
+
+
+def test_xavier_joins_change_nothing_else(tmp_path) -> None:
+    plain, xavier = (
+        dict(worker.build_model(changed(tmp_path, "none", **changes)).named_parameters())
+        for changes in ({}, {"joins": "xavier"})
+    )
+    assert [name for name, value in plain.items() if not torch.equal(value, xavier[name])] == [
+        f"out_blocks.{i}.skip_linear.weight" for i in range(2)
+    ]
+    assert float(xavier["out_blocks.0.skip_linear.weight"].detach().std()) == pytest.approx(
+        (2 / (3 * 16)) ** 0.5, rel=0.1
+    )
+
+
+def test_grey_images_become_rgb_with_a_margin() -> None:
+    images = torch.randint(1, 256, (2, 1, 28, 28), dtype=torch.uint8)
+    found = to_rgb32(images)
+    assert found.shape == (2, 3, 32, 32)
+    assert torch.equal(found[:, 1:2, 2:30, 2:30], images)
+    assert not found[:, :, :2].any()
+    colour = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(to_rgb32(colour), colour)
+
+
+def test_skip_tuning_shrinks_the_skips_of_a_trained_network(tmp_path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
+    np.savez(tmp_path / "data.npz", train=images, test=images)
+    spec = tiny_spec(tmp_path, steps=2, fid_at=(), data=str(tmp_path / "data.npz"))
+    worker.write_spec(spec, tmp_path / "none-seed0.json")
+    worker.train(spec, torch.device("cpu"))
+    shrunk, state = worker.build_model(spec), torch.load(tmp_path / "none-seed0.pt")
+    shrunk.load_state_dict(state)
+    variants.scale_skip_weights(shrunk, [1.0, 0.7])
+    cs = worker.build_model(spec)
+    cs.load_state_dict(state)
+    scalelong.remove(cs)
+    scalelong.apply(cs, "cs", kappa=0.7)
+    torch.testing.assert_close(*outputs(shrunk, cs))
+    evaluate(tmp_path, "none-seed0", None, float("inf"))
+    rows = read_rows(tmp_path / "none-seed0.skip_tuning.csv")
+    measured = json.loads((tmp_path / "none-seed0.jsonl").read_text().splitlines()[1])["test_loss"]
+    assert [(row["method"], row["kappa"]) for row in rows[:2]] == [("cs", "1.0"), ("cs", "0.95")]
+    assert float(rows[0]["test_loss"]) == pytest.approx(measured, rel=1e-5)
+
+
 # -------------------------------------------------------------------------------------------------------------- results
 
 
 def test_results_of_another_commit_or_data_set_are_not_joined(finished, tmp_path) -> None:
-    about = {"name": "tiny", "commit": "abc", "data": "d0"}
+    about = {"name": "tiny", "commit": "abc", "data": "d0", "settings": dataclasses.asdict(PIECE)}
     (finished / "piece.json").write_text(json.dumps(about))
     write_rows(finished / "curves.csv", collect(PIECE, finished))
     merge(finished, tmp_path)
@@ -239,7 +352,24 @@ def test_results_of_another_commit_or_data_set_are_not_joined(finished, tmp_path
         check_joinable(tmp_path, "other", "abc", "d1")
     with pytest.raises(StudyError, match=r"results\.commit: tiny was trained by commit abc.*--accept-commit abc"):
         check_joinable(tmp_path, "other", "def", "d0")
-    check_joinable(tmp_path, "other", "def", "d0", accept_commit="abc")
+    check_joinable(tmp_path, "other", "def", "d0", accept_commit=["old", "abc"])
+    check_joinable(tmp_path, "other", "abc", "d1", data_name="fashion_mnist")
+
+
+def test_a_piece_whose_batches_are_not_those_of_earlier_pieces_is_not_joined(finished, tmp_path) -> None:
+    about = {"name": "tiny", "commit": "abc", "data": "d0", "settings": dataclasses.asdict(PIECE)}
+    (finished / "piece.json").write_text(json.dumps(about))
+    write_rows(finished / "curves.csv", collect(PIECE, finished))
+    merge(finished, tmp_path / "results")
+    work = tmp_path / "work"
+    shutil.copytree(finished, work)
+    (work / "piece.json").write_text(json.dumps(about | {"name": "again"}))
+    merge(work, tmp_path / "results")
+    rows = (work / "none-seed0.jsonl").read_text()
+    (work / "none-seed0.jsonl").write_text(rows.replace('"batch": "', '"batch": "0'))
+    (work / "piece.json").write_text(json.dumps(about | {"name": "third"}))
+    with pytest.raises(StudyError, match=r"none-seed0: batch 0.* at step 4, others of its seed saw another"):
+        merge(work, tmp_path / "results")
 
 
 def test_curves_are_compared_with_the_unscaled_run() -> None:

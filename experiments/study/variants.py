@@ -1,0 +1,98 @@
+"""Changes of a network that are no scaling methods: where CS acts, and from when. Keys of a run in the queue:
+
+    ramp: N              the constant coefficients go from 1 to kappa_i, linearly over N steps
+    same_function: true  W_s is divided by kappa_i at the start: the network then computes what the unscaled one does
+    size: x              W_s of skip i is multiplied by x ** (i - 1) at the start
+    rate: x              Adam's step of W_s of skip i is multiplied by x ** (i - 1), its weight decay is not
+    joins: xavier        Xavier initialisation of the layers that join skips
+
+W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` and `rate` together, and CS with
+`same_function` is `rate` alone, but for Adam's eps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.scaling.constant import ConstantScaling, constant_coefficients
+from scalelong.scaling.registry import METHODS
+from scalelong.skips.hooks import replace_scaling, scaling_of
+
+KEYS = ("ramp", "same_function", "size", "rate", "joins")
+
+
+def check(method: str, changes: Mapping[str, Any]) -> None:
+    """Raise ValueError for values that cannot be used."""
+    for key in ("ramp", "same_function"):
+        if changes.get(key) and not METHODS[method].constant:
+            raise ValueError(f"{key}: needs constant coefficients, got method {method!r}; use cs or universal")
+    ramp = changes.get("ramp", 1)
+    if type(ramp) is not int or ramp < 1:
+        raise ValueError(f"ramp: must be a number of steps of at least 1, got {ramp!r}")
+    for key in ("size", "rate"):
+        if not changes.get(key, 1.0) > 0:
+            raise ValueError(f"{key}: must be positive, got {changes[key]!r}")
+    if changes.get("joins", "xavier") != "xavier":
+        raise ValueError(
+            f"joins: must be xavier, got {changes['joins']!r}; omit it for the network's own initialisation"
+        )
+
+
+class Ramp(ConstantScaling):
+    """Coefficients 1 + progress (kappa_i - 1)."""
+
+    progress: Tensor
+
+    def __init__(self, coefficients: Sequence[float]) -> None:
+        super().__init__(coefficients)
+        self.register_buffer("progress", torch.zeros(()), persistent=False)
+
+    def coefficient(self, index: int, skip: Tensor) -> Tensor:  # noqa: ARG002
+        return 1 + self.progress * (self.values[index - 1] - 1)
+
+    def current(self) -> list[float]:
+        return [1 + float(self.progress) * (value - 1) for value in self.values]
+
+
+@torch.no_grad()
+def change(model: nn.Module, changes: Mapping[str, Any]) -> None:
+    """Apply all changes but the rate, which is the optimizer's."""
+    scaling = scaling_of(model)
+    if changes.get("joins"):
+        for block in model.out_blocks:
+            nn.init.xavier_uniform_(block.skip_linear.weight)
+    if changes.get("same_function"):
+        scale_skip_weights(model, [1 / kappa for kappa in scaling.values])
+    if "size" in changes:
+        scale_skip_weights(model, constant_coefficients(scaling.num_skips, changes["size"]))
+    if "ramp" in changes:
+        ramp = Ramp(scaling.values)
+        ramp.config = scaling.config
+        replace_scaling(model, ramp)
+
+
+@torch.no_grad()
+def scale_skip_weights(model: nn.Module, factors: Sequence[float]) -> None:
+    """Multiply W_s of every skip by its factor, outermost skip first: the network of skips multiplied by it."""
+    for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
+        block.skip_linear.weight[:, block.skip_linear.out_features :] *= factor
+
+
+@torch.no_grad()
+def set_progress(model: nn.Module, changes: Mapping[str, Any], step: Tensor) -> None:
+    """Set the coefficients of a ramp to those of this step; step may be on the GPU."""
+    if "ramp" in changes:
+        scaling_of(model).progress.copy_((step / changes["ramp"]).clamp(max=1.0))
+
+
+def step_sizes(model: nn.Module, parameters: Sequence[Tensor], rate: float) -> list[Tensor]:
+    """What Adam's step of every parameter is multiplied by."""
+    sizes = {id(parameter): torch.ones_like(parameter, dtype=torch.float32) for parameter in parameters}
+    factors = constant_coefficients(len(model.out_blocks), rate)
+    for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
+        sizes[id(block.skip_linear.weight)][:, block.skip_linear.out_features :] = factor
+    return [sizes[id(parameter)] for parameter in parameters]
