@@ -98,9 +98,9 @@ def workers(folder: Path, protect: bool) -> str:
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         run = launch(folder / name, config)
         for step in (20, 60, 100)[: times(3, 1)]:
-            run.wait_for_step(step, 30)
+            run.wait_for_step(step)
             run.workers()[step % 2].send_signal(number)
-        run.finish(60)
+        run.finish()
         assert "starting another one at the same position" in run.log
         assert not run.orphans()
         assert_same_run(whole, run.folder)

@@ -30,11 +30,11 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def arguments(folder: Path, config: RunConfig) -> list[str]:
-    """The arguments of `scalelong` that train this configuration."""
+def arguments(folder: Path, config: RunConfig, out: Path | None = None) -> list[str]:
+    """The arguments of `scalelong` that train this configuration into `folder`, or into `out`."""
     file = folder.with_suffix(".yaml")
     file.write_text(to_yaml(config))
-    return ["train", "--config", str(file), "--out", str(folder)]
+    return ["train", "--config", str(file), "--out", str(out or folder)]
 
 
 class Launched:
@@ -68,7 +68,7 @@ class Launched:
         """Wait for all processes and return their exit codes."""
         everyone = range(len(self.pids))
         try:
-            wait_until(lambda: not any([self.running(position) for position in everyone]), seconds, "end of the run")
+            wait_until(lambda: sum(map(self.running, everyone)) == 0, seconds, "end of the run")
         except AssertionError:
             self.kill()
             raise
@@ -111,7 +111,9 @@ class Launched:
         psutil.wait_procs([*members.values()], timeout=30)
 
 
-def launch(folder: Path, config: RunConfig, ranks: int = 1, points: str = "", prepare: Prepare | None = None) -> Launched:
+def launch(
+    folder: Path, config: RunConfig, ranks: int = 1, points: str = "", prepare: Prepare | None = None
+) -> Launched:
     """`scalelong train` in one forked process per rank, with these failpoints beside those already set."""
     _warm_up()
     given, port, pids = arguments(folder, config), free_port(), []
@@ -156,13 +158,13 @@ def ranks_of(launched: Launched) -> list[psutil.Process]:
     return sorted(ranks, key=lambda child: int(child.environ()["RANK"]))
 
 
-def cold(folder: Path, config: RunConfig, points: str = "", seconds: float = 60.0) -> tuple[int, str, float]:
-    """`scalelong train` as a new process: exit code, output, seconds."""
-    command, started = [sys.executable, "-m", "scalelong.cli.main", *arguments(folder, config)], time.monotonic()
-    done = subprocess.run(
-        command, env=environment(points), capture_output=True, text=True, timeout=seconds, check=False
-    )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - started
+def cold(folder: Path, config: RunConfig, points: str = "", out: Path | None = None) -> tuple[int, str, float, float]:
+    """`scalelong train` as a new process: exit code, output, seconds and seconds of CPU."""
+    command, started = [sys.executable, "-m", "scalelong.cli.main", *arguments(folder, config, out)], time.monotonic()
+    before = os.times()
+    done = subprocess.run(command, env=environment(points), capture_output=True, text=True, timeout=60, check=False)
+    cpu = sum(os.times()[2:4]) - sum(before[2:4])
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - started, cpu
 
 
 def mount_tmpfs(folder: Path, options: str) -> bool:
@@ -180,8 +182,7 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     for name in ("cli.train", "training", "evaluation.evaluate", "stability", "data.embedded"):
         importlib.import_module(f"scalelong.{name}")
-    importlib.import_module("sklearn.datasets")
+    for name in ("sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp"):
+        importlib.import_module(name)
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.utils.tensorboard")
-
-
