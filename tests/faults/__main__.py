@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.failpoints import VARIABLE
-from tests.faults.harness import ROOT, Case, environment, kill_family, load_cases
+from tests.faults.harness import PATIENCE, ROOT, Case, environment, kill_family, load_cases
 
 RESULTS, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
 
@@ -38,7 +38,7 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
-            output, _ = process.communicate(timeout=case.limit)
+            output, _ = process.communicate(timeout=case.limit * PATIENCE)
         except subprocess.TimeoutExpired:
             kill_family(process.pid)
             output = process.communicate()[0] + f"\nnot finished within {case.limit:g} s"

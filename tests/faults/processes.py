@@ -19,7 +19,7 @@ import torch
 
 from scalelong.cli.main import main
 from scalelong.runs.settings import RunConfig, to_yaml
-from tests.faults.harness import environment, family, wait_until
+from tests.faults.harness import PATIENCE, environment, family, wait_until
 
 Prepare = Callable[[], None]
 
@@ -95,7 +95,7 @@ class Launched:
 
     def orphans(self) -> list[psutil.Process]:
         """Of the processes noted, those that are still there after five seconds."""
-        return psutil.wait_procs(self.members, timeout=5)[1]
+        return psutil.wait_procs(self.members, timeout=5 * PATIENCE)[1]
 
     def kill(self) -> None:
         """kill -9 of all processes of the run."""
@@ -162,7 +162,7 @@ def cold(folder: Path, config: RunConfig, points: str = "", out: Path | None = N
     """`scalelong train` as a new process: exit code, output, seconds and seconds of CPU."""
     command, started = [sys.executable, "-m", "scalelong.cli.main", *arguments(folder, config, out)], time.monotonic()
     before = os.times()
-    done = subprocess.run(command, env=environment(points), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment(points), capture_output=True, text=True, timeout=60 * PATIENCE, check=False)
     cpu = sum(os.times()[2:4]) - sum(before[2:4])
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started, cpu
 
