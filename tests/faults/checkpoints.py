@@ -220,7 +220,9 @@ def folders(folder: Path, protect: bool) -> str:
     try:
         for out, words in refused.items():
             code, output, seconds, cpu = cold(folder / out.name, config, f"build.source=delay:{20 * PATIENCE}", out=out)
-            assert seconds < 15 * PATIENCE and cpu < 3, f"{out.name}: took {seconds:.1f} s, {cpu:.1f} s of CPU"  # others may run
+            assert seconds < 15 * PATIENCE and cpu < 3, (
+                f"{out.name}: took {seconds:.1f} s, {cpu:.1f} s of CPU"
+            )  # others may run
             assert code == 1 and words in output and "Traceback" not in output, f"{out.name}: {code} {output}"
             slowest = max(slowest, seconds)
     finally:

@@ -162,7 +162,9 @@ def cold(folder: Path, config: RunConfig, points: str = "", out: Path | None = N
     """`scalelong train` as a new process: exit code, output, seconds and seconds of CPU."""
     command, started = [sys.executable, "-m", "scalelong.cli.main", *arguments(folder, config, out)], time.monotonic()
     before = os.times()
-    done = subprocess.run(command, env=environment(points), capture_output=True, text=True, timeout=60 * PATIENCE, check=False)
+    done = subprocess.run(
+        command, env=environment(points), capture_output=True, text=True, timeout=60 * PATIENCE, check=False
+    )
     cpu = sum(os.times()[2:4]) - sum(before[2:4])
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started, cpu
 
