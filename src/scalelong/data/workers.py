@@ -45,7 +45,8 @@ class Worker:
         """Start a process, in place of the one before, and repeat the requests without a reply."""
         self.stop()
         shape, dtype = self.source.stored
-        self._slots = torch.empty((PREFETCH, max(map(len, self._asked)), *shape), dtype=dtype).share_memory_()
+        self._slots = torch.empty((PREFETCH, max(map(len, self._asked)), *shape), dtype=dtype)
+        self._slots.share_memory_()  # type: ignore[no-untyped-call]
         self.pipe, theirs = mp.Pipe()
         about = (self.source, self._slots, theirs, self.pipe)
         self.process = mp.Process(target=_serve, args=about, daemon=True, name="scalelong-reader")
