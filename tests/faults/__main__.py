@@ -44,8 +44,11 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
             output = process.communicate()[0] + f"\nnot finished within {case.limit:g} s"
     seen = output.strip().splitlines()[-1] if output.strip() else ""
     found = {"passed": process.returncode == 0, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
-    if (process.returncode == 0) == bool(protection):  # not as it should be
-        print(f"--- case {case.number} {protection and protection + ' off'}\n{output}", flush=True)
+    as_expected = found["passed"] != bool(protection)
+    name = f"case {case.number}{protection and f', {protection} off'}"
+    print(f"{name}: {seen[:150] if as_expected else 'NOT AS EXPECTED'} ({found['seconds']} s)", flush=True)
+    if not as_expected:
+        print(output, flush=True)
     return found
 
 

@@ -210,7 +210,7 @@ def folders(folder: Path, protect: bool) -> str:
         folder / "link": "is a symbolic link",
         folder / "file": "is a file",
         folder / "file" / "run": "is a file",
-        folder / "used": "asked for",
+        folder / "used": "another process is training into",
     }
     if mount_tmpfs(folder / "disk", "size=4k"):
         refused[folder / "disk" / "run"] = "MB free, a run needs 10.0 MB"

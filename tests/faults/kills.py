@@ -100,7 +100,7 @@ def workers(folder: Path, protect: bool) -> str:
         for step in (20, 60, 100)[: times(3, 1)]:
             run.wait_for_step(step)
             run.workers()[step % 2].send_signal(number)
-        run.finish()
+        run.finish(30)
         assert "starting another one at the same position" in run.log
         assert not run.orphans()
         assert_same_run(whole, run.folder)

@@ -145,7 +145,7 @@ def launch(
 
 def torchrun(folder: Path, config: RunConfig, *options: str) -> Launched:
     """The same on two ranks by torchrun, as a user starts it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [*options, "-m", "scalelong.cli.main", *arguments(folder, config)]
     with folder.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, process_group=0)
