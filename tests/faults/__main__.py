@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,10 @@ def one(number: int) -> None:
         try:
             seen = load_cases()[number].run(Path(folder), protect)
         except Exception as error:
-            lines = f"{type(error).__name__}: {error}".splitlines()
             if protect:
                 raise
-            sys.exit(lines[0][:300])
+            said = str(error).strip() or str(traceback.extract_tb(error.__traceback__)[-1].line)
+            sys.exit(f"{type(error).__name__}: {said.splitlines()[0][:200]}")
     print(seen or "as it should be")
 
 
