@@ -34,7 +34,7 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.faults", "--one", str(case.number)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"fault{case.number}-") as folder:
-        env = environment(f"{protection}=off" if protection else "", TMPDIR=folder)
+        env = environment(*(f"{name}=off" for name in protection.split(" + ") if name), TMPDIR=folder)
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -8,7 +8,8 @@ A case injects one kind of fault into the real program and raises if it is not s
         return "40 of 40 damages detected"
 
 It is called with an empty folder, once as it is and once per protection with that one switched off (`protect` is
-False, SCALELONG_FAILPOINT=checkpoint.verify=off): then it has to raise. Every call has a process of its own.
+False, SCALELONG_FAILPOINT=checkpoint.verify=off): then it has to raise. Where one protection stands in for another,
+they are switched off together ("a + b"). Every call has a process of its own.
 """
 
 from __future__ import annotations

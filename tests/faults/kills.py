@@ -51,7 +51,7 @@ def killed_at_random(folder: Path, protect: bool) -> str:
     4,
     "SIGTERM and SIGINT to the process group with workers, to the main process, to rank 1, to torchrun",
     passes_when="checkpoint within 10 s, documented exit code (75), no orphans, identical resume",
-    protections=["loader.signals"],
+    protections=["loader.signals + loader.replace"],
 )
 def signals(folder: Path, protect: bool) -> str:
     whole = {}
