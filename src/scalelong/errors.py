@@ -1,4 +1,4 @@
-"""Wording shared by error messages."""
+"""Errors and the wording they share."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def require(holds: bool, key: str, rule: str, value: object) -> None:
     """
     if not holds:
         raise ValueError(f"{key}: must be {rule}, got {value!r}")
+
+
+class StoppedError(RuntimeError):
+    """A run was asked to stop by a signal and wrote a checkpoint; the command line exits with `StoppedError.code`."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h: run the same command again

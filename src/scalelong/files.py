@@ -15,6 +15,8 @@ from glob import escape
 from pathlib import Path
 from typing import IO
 
+from scalelong.failpoints import failpoint, protected
+
 logger = logging.getLogger(__name__)
 
 _STALE_SECONDS = 24 * 3600.0
@@ -49,6 +51,10 @@ def write_text(path: Path, text: str) -> None:
 def atomic_folder(home: Path) -> Iterator[Path]:
     """Make a temporary folder that is synced and replaces `home` on success and is removed on failure."""
     home.parent.mkdir(parents=True, exist_ok=True)
+    if not protected("files.staging"):
+        home.mkdir(exist_ok=True)
+        yield home
+        return
     stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
     try:
         files = stage / "files"
@@ -56,13 +62,16 @@ def atomic_folder(home: Path) -> Iterator[Path]:
         yield files
         for path in files.rglob("*"):
             fsync(path)
+        failpoint("save.before_rename")
         try:
             files.replace(home)
         except OSError:
             if not home.exists():
                 raise
-            home.replace(stage / "old")  # a bad copy, or another process's
+            home.replace(stage / "old")  # a bad copy, or another process's; `remove_leftovers` puts it back
+            failpoint("save.between_renames")
             files.replace(home)
+        failpoint("save.after_rename")
         fsync(home.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -83,6 +92,23 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder that nobody else writes to; what they were replacing is put back."""
+    for left in folder.glob(".*-staging-*") if protected("files.leftovers") else ():
+        home = folder / left.name[1:].rpartition("-staging-")[0]
+        if (left / "old").is_dir() and not home.exists():
+            (left / "old").replace(home)
+        logger.info("removing a temporary of an interrupted process: %s", left)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _staging_prefix(path: Path) -> str:
     """Prefix of the temporary names for `path`; those that a killed process left over a day ago are removed."""
     prefix = f".{path.name}-staging-"
@@ -91,8 +117,5 @@ def _staging_prefix(path: Path) -> str:
             if time.time() - left.stat().st_mtime <= _STALE_SECONDS:
                 continue
             logger.info("removing a temporary of an interrupted process: %s", left)
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
+            _remove(left)
     return prefix

@@ -6,6 +6,8 @@ size, workers and resuming change nothing. Legend: n items, B batch, C channels,
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,15 +17,18 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from scalelong.data.base import DataError, Device, Source, threaded
+from scalelong.data.workers import PREFETCH, Worker
+from scalelong.failpoints import protected
 from scalelong.random import random_bits, uniform
 
-_PREFETCH = 2  # batches read ahead by each worker, or by the thread
+logger = logging.getLogger(__name__)
 
-_Reply = tuple[list[int], list[int], Tensor | DataError]  # global indices, items, what was read
+_MOST_REPLACED = 3  # workers that died or hung
+
+_Reply = tuple[Tensor, Tensor, Tensor]  # global indices, items, what was read
 
 
 @lru_cache(maxsize=8)
@@ -87,6 +92,8 @@ class Batch:
 class Loader(ABC):
     """Turns global sample indices into batches on the device."""
 
+    worker_timeout = 300.0  # seconds after which a worker that hangs is replaced
+
     def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
             raise DataError(f"{source.name}: no items; check data.name")
@@ -137,8 +144,17 @@ class DeviceLoader(Loader):
 class StreamLoader(Loader):
     """Reads items ahead in worker processes, or in a thread if the source allows no process."""
 
-    def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True, workers: int = 2) -> None:
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        device: Device = "cpu",
+        flip: bool = True,
+        workers: int = 2,
+        worker_timeout: float = 300.0,
+    ) -> None:
         super().__init__(source, seed, device, flip)
+        self.worker_timeout, self.replaced = worker_timeout, 0
         if workers < 0:
             raise ValueError(f"data.workers: must be at least 0, got {workers}")
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
@@ -149,43 +165,60 @@ class StreamLoader(Loader):
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         """Consumes up to max(workers, 1) * 2 index tensors ahead of the batches returned."""
-        requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
-        replies: DataLoader[_Reply] = DataLoader(
-            _Reader(self.source),
-            batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=tuple,  # a reply as it is
-            num_workers=self.workers,
-            prefetch_factor=_PREFETCH if self.workers else None,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # leaves the global generator alone
-        )
-        for indices, items, stored in _read_ahead(replies) if self.by_thread else replies:
-            if isinstance(stored, DataError):
-                raise stored
-            yield self._finish(torch.tensor(indices), torch.tensor(items), stored)
+        requests = ((index.to(device="cpu", dtype=torch.int64), self.items(index)) for index in index_batches)
+        if self.workers:
+            replies = self._from_workers(requests)
+        else:
+            replies = ((index, items, self._stored(items)) for index, items in requests)
+        for reply in _read_ahead(replies) if self.by_thread else replies:
+            yield self._finish(*reply)
+
+    def _from_workers(self, requests: Iterator[tuple[Tensor, Tensor]]) -> Iterator[_Reply]:
+        """The workers take turns; one that dies or hangs is replaced, and what it was asked for is asked again."""
+        workers = [Worker(self.source) for _ in range(self.workers)]
+        asked: deque[tuple[Worker, Tensor, Tensor]] = deque()
+
+        def ask(worker: Worker) -> None:
+            if (request := next(requests, None)) is not None:
+                worker.ask(request[1].tolist())
+                asked.append((worker, *request))
+
+        try:
+            for worker in workers * PREFETCH:
+                ask(worker)
+            while asked:
+                worker, index, items = asked.popleft()
+                while failure := self._wait_for(worker):
+                    self.replaced += 1
+                    sentence = f"data.workers: a reading process {failure}, at {self.source.where(int(items[0]))}"
+                    if self.replaced > _MOST_REPLACED or not protected("loader.replace"):
+                        raise DataError(f"{sentence}; {self.replaced} have failed, try fewer data.workers or 0")
+                    logger.warning("%s; starting another one at the same position", sentence)
+                    worker.start()
+                stored = worker.take()
+                ask(worker)
+                yield index, items, stored.pin_memory() if self.device.type == "cuda" else stored
+        finally:
+            for worker in workers:
+                worker.stop()
+
+    def _wait_for(self, worker: Worker) -> str:
+        """Wait for a worker's reply; what went wrong, if no reply will come."""
+        started = time.monotonic()
+        while not worker.pipe.poll(0.2):
+            if time.monotonic() - started > self.worker_timeout and protected("loader.timeout"):
+                return f"has not answered for {self.worker_timeout:g} s"
+        return "" if worker.receive() else f"died ({worker.cause()})"
 
 
 def _read_ahead(replies: Iterable[_Reply]) -> Iterator[_Reply]:
     """The replies in order, some of them requested ahead by a thread."""
     rest = iter(replies)
     with ThreadPoolExecutor(1) as pool:
-        asked = deque(pool.submit(next, rest, None) for _ in range(_PREFETCH))
+        asked = deque(pool.submit(next, rest, None) for _ in range(PREFETCH))
         while (reply := asked.popleft().result()) is not None:
             asked.append(pool.submit(next, rest, None))
             yield reply
-
-
-class _Reader(Dataset[_Reply]):
-    """Runs in a worker; errors are returned as values, so that they arrive with their own type and message."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __getitems__(self, request: tuple[list[int], list[int]]) -> _Reply:
-        try:
-            return *request, self.source.read_many(request[1])
-        except DataError as error:
-            return *request, error
 
 
 def load_images(source: Source) -> Tensor:
@@ -207,6 +240,7 @@ def make_loader(
     flip: bool = True,
     workers: int = 2,
     resident_limit_bytes: int = 2**31,
+    worker_timeout: float = 300.0,
 ) -> Loader:
     """A DeviceLoader if all items fit under the limit, else a StreamLoader; the batches are the same.
 
@@ -217,4 +251,4 @@ def make_loader(
     """
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
-    return StreamLoader(source, seed, device, flip, workers)
+    return StreamLoader(source, seed, device, flip, workers, worker_timeout)

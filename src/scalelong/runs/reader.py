@@ -38,7 +38,7 @@ def read_config(folder: str | Path) -> RunConfig:
 
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a run by step, oldest first."""
-    return _by_step((Path(folder) / CHECKPOINTS).glob("step-*"))
+    return _by_step(path for path in (Path(folder) / CHECKPOINTS).glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ _LEAST = {  # other numbers of these parts must be at least 0
     "training.log_every": 1,
     "training.checkpoint_every": 1,
     "training.keep": 2,
+    "training.spike_factor": 1,
+    "training.rank_timeout": 1,
+    "data.worker_timeout": 1,
     "model.layers_per_block": 1,
     "condition.max_tokens": 1,
 }

@@ -23,12 +23,12 @@ from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
-from scalelong.runs import CONFIG
+from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.checkpoint import CheckpointError, load_checkpoint
+from scalelong.training.checkpoint import CheckpointError, load_checkpoint, load_newest
 from scalelong.training.condition import Condition
 from scalelong.training.step import DTYPES, autocast
 
@@ -118,13 +118,13 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
-    step = max(found) if step is None else step
-    tensors, state = load_checkpoint(found[step], only=weights)
+    newest = load_newest(folder / CHECKPOINTS, weights) if step is None else None
+    _, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
     channels, height, width = state["shape"]
     conditioning = Conditioning.from_state(state.get("condition"))
     model = build_model(config, (channels, height, width), conditioning)
     model.load_state_dict(tensors[weights])
-    return config, model, (channels, height, width), step, conditioning, state["data"], weights
+    return config, model, (channels, height, width), state["step"], conditioning, state["data"], weights
 
 
 def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
