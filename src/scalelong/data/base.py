@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
+from scalelong.errors import DataError as DataError
 from scalelong.errors import did_you_mean
 
 Shape = tuple[int, int, int]
@@ -28,10 +29,6 @@ Root = str | Path | None  # the cache folder; None: $SCALELONG_DATA or the user'
 
 Value = TypeVar("Value")
 Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
-
-
-class DataError(ValueError):
-    """Bad data; the message names the file (or row) and the remedy."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from scalelong.errors import unknown_name
+from scalelong.errors import NoLongSkipsError, unknown_name
 from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
@@ -22,7 +22,6 @@ from scalelong.skips.families import generated_example, known_families, known_sk
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
-from scalelong.skips.tracing.nesting import NoLongSkipsError
 from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 

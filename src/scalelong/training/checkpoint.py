@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from scalelong.errors import CheckpointError as CheckpointError
 from scalelong.files import atomic_folder, file_digest, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
@@ -28,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used."""
 
 
 def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:

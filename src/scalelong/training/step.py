@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
+from scalelong.errors import NonFiniteError as NonFiniteError
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
 
@@ -138,10 +139,6 @@ class Pending:
         loss, stops, gradient_norm = self._host.tolist()
         overflow = self._scaled and math.isfinite(loss) and not math.isfinite(gradient_norm)
         return StepResult(loss, gradient_norm, stops > 0, overflow)
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite; the weights are those before the update."""
 
 
 def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
