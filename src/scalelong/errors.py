@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable
+from typing import Any
 
 
 class ScaleLongError(Exception):
@@ -50,7 +51,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     >>> did_you_mean("unversal", ["cs", "universal"])
     "did you mean 'universal'? "
     """
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
@@ -75,17 +76,18 @@ def require(holds: bool, key: str, rule: str, value: object) -> None:
         raise SettingError(f"{key}: must be {rule}, got {short(value)}")
 
 
-def require_number(key: str, value: object, low: float, high: float = math.inf) -> None:
-    """Raise a SettingError unless `value` is a finite number in [low, high]; the one check of all numeric settings.
+def require_number(key: str, value: Any, low: float, high: float, whole: bool = False) -> None:
+    """Raise a SettingError unless `value` is a number in [low, high]; the one check of every numeric setting.
 
-    >>> require_number("optimizer.clip_norm", float("nan"), 0)
+    >>> require_number("optimizer.clip_norm", float("nan"), 0, 1e9)
     Traceback (most recent call last):
-    scalelong.errors.SettingError: optimizer.clip_norm: must be a finite number of at least 0, got nan
+    scalelong.errors.SettingError: optimizer.clip_norm: must be a finite number, got nan
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    rule = f"a finite number of at least {low:g}" if high == math.inf else f"a number from {low:g} to {high:,.15g}"
-    holds = is_number and low <= value <= high and (isinstance(value, int) or math.isfinite(value))  # type: ignore[operator, arg-type]
-    require(holds, key, rule, value)
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    require(is_number, key, "a whole number" if whole else "a number", value)
+    require(isinstance(value, int) or math.isfinite(value) or value == high, key, "a finite number", value)
+    require(value >= low, key, f"at least {low:g}", value)
+    require(value <= high, key, f"at most {high:,.15g}", value)
 
 
 def require_memory(key: str, needed: float, what: str) -> None:

@@ -94,7 +94,9 @@ def inside(folder: Path, *names: str) -> Path:
             raise UnsafePathError(f"{name!r} is not the name of a file in {path}; names with / or .. are refused")
         path = path / name
         if path.is_symlink():
-            raise UnsafePathError(f"{path}: is a symbolic link, which may lead out of {folder}; put the file itself there")
+            raise UnsafePathError(
+                f"{path}: is a symbolic link, which may lead out of {folder}; put the file itself there"
+            )
     return path
 
 
@@ -103,10 +105,12 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
     path = inside(folder, *names)
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # nonblocking: a pipe is refused, not awaited
+        return os.open(
+            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+        )  # nonblocking: a pipe is refused, not awaited
 
     binary = "b" in mode
-    file = open(path, mode, encoding=None if binary else "utf-8", errors=None if binary else "replace", opener=opener)  # noqa: PTH123, SIM115
+    file = open(path, mode, encoding=None if binary else "utf-8", errors=None if binary else "replace", opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UnsafePathError(f"{path}: is not a regular file; remove it")

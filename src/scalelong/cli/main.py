@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except Exception as error:  # noqa: BLE001 (nobody above could handle it)
+    except Exception as error:
         if os.environ.get("SCALELONG_DEBUG"):
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from scalelong.data.base import DataError, MemorySource, Source, hashed_items
+from scalelong.errors import require_memory
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -84,6 +85,8 @@ def resized(source: MemorySource, size: int | None) -> MemorySource:
     """The same source with images of size x size; None keeps them."""
     if size is None or size == source.shape[-1]:
         return source
+    count, channels = source.images.shape[:2]
+    require_memory(f"data.image_size: {size}", count * channels * size * size, f"{count:,} images need")
     images = resize_all(source.images, size)
     return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
 
