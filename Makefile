@@ -7,7 +7,7 @@ PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-portable lint docs browser clean help
+.PHONY: demo faults test test-slow test-portable lint docs browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -48,6 +48,9 @@ $(PACKAGES): tests/packages.txt $(STAMP)
 
 test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow --durations 10
+
+faults: $(STAMP) ## inject every fault of docs/faults.md and write that page, about ten minutes
+	$(BIN)/python -m tests.faults
 
 clean:           ## remove what make made
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache

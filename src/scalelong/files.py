@@ -22,6 +22,8 @@ from typing import IO, Any
 
 from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError
 
+from scalelong.failpoints import failpoint, protected
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"  # the files of a checkpoint, save or export, and their hashes
@@ -66,13 +68,16 @@ def atomic_folder(home: Path) -> Iterator[Path]:
         yield files
         for path in files.rglob("*"):
             fsync(path)
+        failpoint("save.before_rename")
         try:
             files.replace(home)
         except OSError:
             if not home.exists():
                 raise
-            home.replace(stage / "old")  # a bad copy, or another process's
+            home.replace(stage / "old")  # a bad copy, or another process's; `remove_leftovers` puts it back
+            failpoint("save.between_renames")
             files.replace(home)
+        failpoint("save.after_rename")
         fsync(home.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -190,6 +195,23 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder that nobody else writes to; what they were replacing is put back."""
+    for left in folder.glob(".*-staging-*") if protected("files.leftovers") else ():
+        home = folder / left.name[1:].rpartition("-staging-")[0]
+        if (left / "old").is_dir() and not home.exists():
+            (left / "old").replace(home)
+        logger.info("removing a temporary of an interrupted process: %s", left)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _staging_prefix(path: Path) -> str:
     """Prefix of the temporary names for `path`; those that a killed process left over a day ago are removed."""
     prefix = f".{path.name}-staging-"
@@ -198,8 +220,5 @@ def _staging_prefix(path: Path) -> str:
             if time.time() - left.stat().st_mtime <= _STALE_SECONDS:
                 continue
             logger.info("removing a temporary of an interrupted process: %s", left)
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink()
+            _remove(left)
     return prefix

@@ -95,7 +95,7 @@ def test_a_checkpoint_killed_during_removal_is_not_listed(tmp_path, monkeypatch)
     with monkeypatch.context() as patched:
 
         def killed_halfway(folder: Path, **_: object) -> None:
-            if folder.name.startswith(".dropped"):
+            if folder.name.endswith("-dropped"):
                 (folder / "state.json").unlink()
                 raise KeyboardInterrupt
 

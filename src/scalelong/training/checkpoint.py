@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError as CheckpointError
-from scalelong.files import atomic_folder, file_digest, write_text
-from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name
+from scalelong.failpoints import failpoint, protected
+from scalelong.files import atomic_folder, file_digest, remove_leftovers, write_text
+from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name, step_number
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
 from scalelong.runs.reader import checkpoints, is_run
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
@@ -33,37 +35,51 @@ Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
 
 def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:
     """Write folder/step-N and remove all but the newest `keep`."""
-    for left in folder.glob(".*step-*"):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    remove_leftovers(folder)
     with atomic_folder(folder / step_name(step)) as files:
         for name, tensors in groups.items():
             stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
             save_file(stored, files / f"{name}.safetensors")
+            failpoint("save.after_tensors")
         (files / STATE).write_text(json.dumps(state) + "\n")
+        failpoint("save.before_manifest")
         hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
         (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
-    for old in sorted(folder.glob("step-*"))[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f".dropped-{old.name}")))
+        failpoint("save.after_manifest")
+    for old in list(steps_in(folder).values())[:-keep]:
+        dropped = old.rename(old.with_name(f".{old.name}-staging-dropped"))
+        failpoint("save.while_dropping")
+        shutil.rmtree(dropped)
 
 
 def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]]:
     """Tensors and state of a checkpoint, or of one of its groups, after verifying its hashes."""
-    manifest = path / MANIFEST
-    if not manifest.is_file():
+    if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint; remove that folder")
-    hashes = json.loads(manifest.read_text())
+    hashes = _read_object(path / MANIFEST)
+    for name in (STATE, f"{only or 'model'}.safetensors"):
+        if name not in hashes:
+            raise CheckpointError(f"{path / MANIFEST}: is damaged (it does not list {name})")
     wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
-    for name in wanted:
+    for name in wanted if protected("checkpoint.verify") else ():
+        if Path(name).name != name:
+            raise CheckpointError(f"{path / MANIFEST}: is damaged ({name!r} is not the name of a file in the folder)")
         if not (path / name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
-    tensors = {Path(name).stem: load_file(path / name) for name in wanted if name.endswith(".safetensors")}
-    return tensors, json.loads((path / STATE).read_text())
+    tensors = {}
+    for name in wanted:
+        if name.endswith(".safetensors"):
+            try:
+                tensors[Path(name).stem] = load_file(path / name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{path / name}: is not a safetensors file ({error})") from error
+    return tensors, _read_object(path / STATE)
 
 
 def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
     """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all."""
     damaged = []
-    for path in sorted(folder.glob("step-*"), reverse=True):
+    for path in reversed(steps_in(folder).values()):
         try:
             return path, *load_checkpoint(path)
         except (CheckpointError, OSError, ValueError) as error:
@@ -72,6 +88,28 @@ def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
     if damaged:
         raise CheckpointError(f"{folder}: all checkpoints are damaged: {'; '.join(damaged)}; remove the run to restart")
     return None
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder by step, oldest first; other entries are named in a warning and ignored."""
+    found = {}
+    for path in folder.glob("step-*"):
+        if (step := step_number(path.name)) is not None and path.is_dir():
+            found[step] = path
+        else:
+            logger.warning("%s: is not a checkpoint (step-NUMBER); ignored", path)
+    return dict(sorted(found.items()))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is damaged (it does not hold a JSON object)")
+    return found
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
