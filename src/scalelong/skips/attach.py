@@ -17,7 +17,7 @@ from scalelong.errors import NoLongSkipsError, unknown_name
 from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
-from scalelong.skips.example import as_call, is_meta, merge_example
+from scalelong.skips.example import as_call, is_meta, merge_example, unchanged_on_error
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
@@ -80,6 +80,7 @@ class Handle:
         return "\n".join(rows)
 
 
+@unchanged_on_error
 def apply(
     model: nn.Module,
     method: str = "cs",
@@ -130,11 +131,7 @@ def apply(
         skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
     hooks.attach(model, skips, scaling, branches)
     if verify and call is not None and (detected or placement != "before") and not is_meta(model):
-        try:
-            check_hooks(model, example=call)
-        except BaseException:
-            hooks.detach(model)
-            raise
+        check_hooks(model, example=call)
     hooks.reset_compiled()
     write_config(model, to_json(model))
     handle = Handle(model, skips, config)
@@ -148,6 +145,7 @@ def _log_once(note: str) -> None:
     logging.getLogger("scalelong").warning(note)
 
 
+@unchanged_on_error
 def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> list[LongSkip]:
     """The long skips of a model, index 1 = outermost: where each is made and used, its size, and its reach.
 
@@ -162,6 +160,7 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     return _find(model, merge_example(example, args, kwargs))[0]
 
 
+@unchanged_on_error
 def remove(model: nn.Module) -> None:
     """Undo `apply`: the model, its state dict and its config are as before.
 
