@@ -34,7 +34,13 @@ class CheckpointError(ScaleLongError, RuntimeError):
 
 
 class NonFiniteError(ScaleLongError, RuntimeError):
-    """A loss or gradient is not finite; the weights are those before the update."""
+    """A loss or gradient is not finite, or there were too many such steps; the weights are those before the update."""
+
+
+class StoppedError(ScaleLongError, RuntimeError):
+    """A run was asked to stop by a signal and wrote a checkpoint; the command line exits with `StoppedError.code`."""
+
+    code = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 
 class NoLongSkipsError(ScaleLongError, ValueError):

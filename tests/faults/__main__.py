@@ -1,5 +1,6 @@
 """Run the scorecard and write docs/faults.json and docs/faults.md: python -m tests.faults [--only 1,2,3] [--one N]."""
 
+# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse

@@ -75,7 +75,11 @@ def state_of(model: nn.Module) -> list[Any]:
     parts: list[Any] = [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
     for name, module in model.named_modules():
         tables = {key: list(value) for key, value in vars(module).items() if isinstance(value, (dict, set))}
-        hooks = {key: list(map(id, v.values())) for key, v in vars(module).items() if "hooks" in key and v and isinstance(v, dict)}
+        hooks = {
+            key: list(map(id, v.values()))
+            for key, v in vars(module).items()
+            if "hooks" in key and v and isinstance(v, dict)
+        }
         parts.append((name, module.training, sorted(vars(module)), tables, hooks))
     parts.append({name: value.detach().clone() for name, value in model.state_dict().items()})
     parts.append(dict(getattr(model, "config", None) or {}) if hasattr(model, "register_to_config") else None)
@@ -85,7 +89,11 @@ def state_of(model: nn.Module) -> list[Any]:
 def same(a: list[Any], b: list[Any]) -> bool:
     weights_a, weights_b = a[-2], b[-2]
     plain = a[:-2] + a[-1:] == b[:-2] + b[-1:]
-    return plain and weights_a.keys() == weights_b.keys() and all(torch.equal(v, weights_b[k]) for k, v in weights_a.items())
+    return (
+        plain
+        and weights_a.keys() == weights_b.keys()
+        and all(torch.equal(v, weights_b[k]) for k, v in weights_a.items())
+    )
 
 
 def unet() -> nn.Module:
@@ -122,11 +130,16 @@ def operations(folder: Path) -> dict[str, tuple[Callable[[], nn.Module], Callabl
         "load": (uvit, lambda model: scalelong.load(model, saved)),
         "load again": (scaled("ls"), lambda model: scalelong.load(model, saved)),
         "fold": (scaled("cs"), scalelong.fold),
-        "apply with an example": (unet, lambda model: scalelong.apply(model, "cs", example=call, placement="after_norm")),
+        "apply with an example": (
+            unet,
+            lambda model: scalelong.apply(model, "cs", example=call, placement="after_norm"),
+        ),
     }
 
 
-def interrupt_everywhere(name: str, build: Callable[[], nn.Module], act: Callable[[nn.Module], Any], stride: int) -> int:
+def interrupt_everywhere(
+    name: str, build: Callable[[], nn.Module], act: Callable[[nn.Module], Any], stride: int
+) -> int:
     """Interrupt at every `stride`-th line; returns how many interruptions there were."""
     with interrupted(0, MemoryError) as count:
         act(build_quietly(build))
@@ -165,6 +178,7 @@ def build_quietly(build: Callable[[], nn.Module]) -> nn.Module:
 def interruptions(folder: Path, protect: bool) -> str:
     strides = dict.fromkeys(("apply with an example", "fold"), times(5, 29))  # they run the model dozens of times
     done = {
-        name: interrupt_everywhere(name, *act, strides.get(name, times(1, 5))) for name, act in operations(folder).items()
+        name: interrupt_everywhere(name, *act, strides.get(name, times(1, 5)))
+        for name, act in operations(folder).items()
     }
     return ", ".join(f"{name}: {count}" for name, count in done.items()) + " interruptions undone"

@@ -1,9 +1,8 @@
-"""The folder of a run: checkpoints that are complete or absent, and who may write to it."""
+"""Checkpoints: complete or absent, and never lost."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalelong.training import Trainer, from_yaml, train
+from scalelong.files import file_digest, remove_leftovers
 from scalelong.training.checkpoint import (
     CheckpointError,
     Tensors,
@@ -21,7 +20,6 @@ from scalelong.training.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from tests.training.tiny import tiny
 
 
 def content(value: float) -> tuple[Tensors, dict[str, Any]]:
@@ -76,7 +74,7 @@ def test_a_failed_write_leaves_the_older_checkpoints_alone(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("scalelong.files.fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CheckpointError, match=r"step 2: .*No space left.*step-00000001 is intact"):
         save_checkpoint(tmp_path, 2, *content(2), keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -135,68 +133,43 @@ def test_the_optimizer_makes_the_round_trip() -> None:
         assert all(torch.equal(old[key], new[key]) for key in old)
 
 
-def test_another_configuration_in_the_folder_is_shown_and_refused(tmp_path) -> None:
-    train(tiny(training_steps=4), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"(?s)another configuration:.*optimizer\.lr: 0\.001 there, 0\.5 asked for"):
-        train(tiny(training_steps=4, optimizer_lr=0.5), tmp_path / "run")
+def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path, monkeypatch) -> None:
+    """kill -9 between the two renames: the old one is put back before the next one is written."""
+    save_checkpoint(tmp_path, 1, *content(1), keep=2)
+    stage = tmp_path / ".step-00000001-staging-ab12"
+    (stage / "files").mkdir(parents=True)
+    (tmp_path / "step-00000001").rename(stage / "old")
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert load_newest(tmp_path)[2] == {"step": 1}
 
 
-def test_a_folder_with_other_things_in_it_is_refused(tmp_path) -> None:
-    (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"not empty and holds no config\.yaml"):
-        train(tiny(), tmp_path)
-    with pytest.raises(ValueError, match="is a file"):
-        train(tiny(), tmp_path / "thesis.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+@pytest.mark.parametrize("content_", [b"", b"{}", b"[]", b"null", b"[" * 100_000])
+def test_a_file_of_other_content_is_named(name: str, content_: bytes, tmp_path, caplog) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, *content(step), keep=2)
+    (tmp_path / "step-00000002" / name).write_bytes(content_)
+    assert load_newest(tmp_path)[0].name == "step-00000001"
+    assert str(tmp_path / "step-00000002" / name) in caplog.text
 
 
-def test_too_little_space_is_reported_before_training(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(OSError, match=r"0\.0 GB free, 3 checkpoints need"):
-        train(tiny(), tmp_path / "run")
+def test_a_stray_folder_is_named_and_never_counted(tmp_path, caplog) -> None:
+    (tmp_path / "step-abc").mkdir()
+    (tmp_path / "step-00000009").touch()
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, *content(step), keep=2)
+    assert load_newest(tmp_path)[0].name == "step-00000003"
+    assert (tmp_path / "step-00000002").is_dir()
+    assert "step-abc: is not a checkpoint" in caplog.text
 
 
-def test_missing_permission_is_reported_before_training(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(PermissionError, match="no permission to write"):
-        train(tiny(), tmp_path / "run")
-
-
-def test_a_second_process_is_refused_and_changes_nothing(tmp_path) -> None:
-    """The lock is taken once more here, which counts as another process."""
-    first = Trainer(tiny(), tmp_path / "run")
-    with pytest.raises(RuntimeError, match="another process is training into"):
-        Trainer(tiny(training_steps=99), tmp_path / "run")
-    assert from_yaml(tmp_path / "run" / "config.yaml") == tiny()
-    first.run()
-
-
-def test_the_lock_is_released_whatever_happened(tmp_path) -> None:
-    done = Trainer(tiny(training_steps=4), tmp_path / "run")
-    done.run()
-    complete = Trainer(tiny(training_steps=4), tmp_path / "run")
-    complete.run()
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    failing = Trainer(tiny(training_steps=4), tmp_path / "run")
-    with pytest.raises(CheckpointError):
-        failing.run()
-    Trainer(tiny(training_steps=4), tmp_path / "run")
-
-
-def test_a_folder_that_was_only_locked_is_still_empty(tmp_path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".lock").touch()
-    train(tiny(training_steps=1), tmp_path / "run")
-
-
-def test_a_folder_whose_run_never_began_takes_other_settings(tmp_path) -> None:
-    """As after data that is found to be bad when it is first read."""
-    Trainer(tiny(optimizer_lr=0.5), tmp_path / "run")._lock.close()
-    train(tiny(training_steps=1), tmp_path / "run")
-    assert from_yaml(tmp_path / "run" / "config.yaml") == tiny(training_steps=1)
-
-
-def test_a_complete_run_keeps_its_settings_when_fewer_steps_are_requested(tmp_path) -> None:
-    train(tiny(training_steps=8), tmp_path / "run")
-    train(tiny(training_steps=4), tmp_path / "run")
-    assert from_yaml(tmp_path / "run" / "config.yaml").training.steps == 8
+def test_hashes_that_fit_do_not_make_a_safetensors_file(tmp_path) -> None:
+    save_checkpoint(tmp_path, 1, *content(1), keep=2)
+    path = tmp_path / "step-00000001"
+    (path / "ema.safetensors").write_bytes(b"no tensors")
+    hashes = json.loads((path / "manifest.json").read_text())
+    hashes["ema.safetensors"] = file_digest(path / "ema.safetensors")
+    (path / "manifest.json").write_text(json.dumps(hashes))
+    with pytest.raises(CheckpointError, match=r"ema\.safetensors: is not a safetensors file"):
+        load_checkpoint(path)

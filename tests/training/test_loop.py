@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scalelong import failpoints
+from scalelong.failpoints import VARIABLE
 from scalelong.runs.settings import RunConfig
 from scalelong.training import NonFiniteError, Trainer, load_run, loop, read_events, train
 from scalelong.training.checkpoint import CheckpointError
@@ -114,16 +117,10 @@ def test_accumulating_gives_the_same_run_up_to_rounding(tmp_path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "save.before_manifest=raise:OSError@2")
+    monkeypatch.setattr(failpoints, "_visits", Counter())
     trainer = Trainer(tiny(), tmp_path / "run")
-    real = loop.save_checkpoint
-
-    def full_at_step_8(folder: Path, step: int, *rest: object) -> Path:
-        if step == 8:
-            raise OSError(28, "No space left on device")
-        return real(folder, step, *rest)
-
-    monkeypatch.setattr(loop, "save_checkpoint", full_at_step_8)
-    with pytest.raises(CheckpointError, match=r"step 8: the checkpoint could not be written.*intact"):
+    with pytest.raises(CheckpointError, match=r"step 8: the checkpoint could not be written.*step-00000004 is intact"):
         trainer.run()
     assert newest(tmp_path / "run").name == "step-00000004"
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from scalelong import __version__
-from scalelong.errors import one_line, unknown_name
+from scalelong.errors import StoppedError, one_line, unknown_name
 
 VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as in `scalelong ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except StoppedError as stopped:
+        print(stopped, end="\n" if str(stopped) else "")
+        return StoppedError.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

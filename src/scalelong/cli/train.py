@@ -7,27 +7,24 @@ Example: scalelong train cifar10-uvit-s2 --evaluate-every 50000 --sampling.preci
 
 from __future__ import annotations
 
+import os
 import timeit
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import tyro
 
 from scalelong.cli.arguments import PresetName
-from scalelong.data import DataError, Source, make_loader
-from scalelong.errors import require
-from scalelong.evaluation import get_extractor
-from scalelong.evaluation.evaluate import EvaluationObserver, check_count
-from scalelong.evaluation.extractors import check_extractor
-from scalelong.runs.presets import EXPECTED
-from scalelong.runs.settings import Conditioning
-from scalelong.stability import OscillationProbe
-from scalelong.training import PRESETS, RunConfig, Trainer, from_yaml, get_preset, to_yaml
-from scalelong.training.build import build_model, build_objective, build_source, check_config
-from scalelong.training.condition import Condition, make_condition
-from scalelong.training.step import Stepper
+from scalelong.errors import StoppedError, require
+from scalelong.failpoints import protected
+from scalelong.runs.claim import check_folder
+from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
+from scalelong.runs.settings import Conditioning, RunConfig, from_yaml, to_yaml
+
+if TYPE_CHECKING:  # torch takes seconds to import: not before the folder is checked
+    from scalelong.data import Source
+    from scalelong.training.condition import Condition
 
 
 @dataclass(frozen=True)
@@ -66,27 +63,44 @@ def main(arguments: list[str]) -> None:
     settings = command.settings
     for name, every in (("probe-every", command.probe_every), ("evaluate-every", command.evaluate_every)):
         require(every >= 0, name, "a number of steps, or 0 for never", every)
+    name = f"{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
+    folder = Path(command.out or f"runs/{name}")
+    if not command.dry_run and os.environ.get("RANK", "0") == "0" and protected("folder.early"):
+        check_folder(folder, settings)
+    from scalelong.evaluation import get_extractor
+    from scalelong.evaluation.evaluate import EvaluationObserver, check_count
+    from scalelong.evaluation.extractors import check_extractor
+    from scalelong.stability import OscillationProbe
+    from scalelong.training import Trainer
+
     check_extractor(command.evaluate_extractor)
     evaluation = replace(settings.sampling, count=command.evaluate_samples)
     check_count(evaluation)
     if command.dry_run:
         print_estimate(settings)
         return
-    name = f"{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
-    trainer = Trainer(settings, command.out or f"runs/{name}")
+    trainer = Trainer(settings, folder)
     if command.probe_every:
         trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=command.probe_every))
     if command.evaluate_every:
         extractor = get_extractor(command.evaluate_extractor, trainer.device)
         trainer.observers.append(EvaluationObserver(trainer, extractor, evaluation, command.evaluate_every))
-    folder = trainer.run()
-    if trainer.ranks.is_main_process:
-        state = "stopped" if trainer.step < settings.training.steps else "trained"
-        print(f"{state} at step {trainer.step}: {folder}")
+    trainer.run()
+    is_main, stopped = trainer.ranks.is_main_process, trainer.step < settings.training.steps
+    if stopped:
+        raise StoppedError(f"stopped at step {trainer.step}: {folder}; the same command continues" if is_main else "")
+    if is_main:
+        print(f"trained at step {trainer.step}: {folder}")
 
 
 def print_estimate(config: RunConfig) -> None:
     """Print the settings, parameters, memory and time; without the data, for the shape that the preset expects."""
+    import torch
+
+    from scalelong.data import DataError
+    from scalelong.training.build import build_model, build_source, check_config
+    from scalelong.training.condition import make_condition
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
     source: Source | None = None
@@ -114,6 +128,12 @@ def print_estimate(config: RunConfig) -> None:
 
 
 def _print_time(config: RunConfig, source: Source, condition: Condition) -> None:
+    import torch
+
+    from scalelong.data import make_loader
+    from scalelong.training.build import build_model, build_objective
+    from scalelong.training.step import Stepper
+
     device, size = condition.device, min(4, config.training.batch_size)
     small = replace(config, training=replace(config.training, batch_size=size, accumulate=1, compile="off"))
     model = build_model(config, source.shape, condition.conditioning).to(device)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scalelong.data.base import DataError, MemorySource, Source, hashed_items
 from scalelong.errors import require_memory
+from scalelong.files import atomic_write
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
@@ -166,8 +167,9 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
         top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
         sheet[top : top + height, left : left + width] = image
     picture = Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST).save(path)
+    enlarged = ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST)
+    with atomic_write(path) as file:
+        enlarged.save(file, "PNG")
 
 
 def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:

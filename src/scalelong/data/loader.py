@@ -6,24 +6,34 @@ size, workers and resuming change nothing. Legend: n items, B batch, C channels,
 
 from __future__ import annotations
 
+import logging
+import signal
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from scalelong.data.base import DataError, Device, Source, threaded
+from scalelong.failpoints import failpoint, protected
 from scalelong.random import random_bits, uniform
 
-_PREFETCH = 2  # batches read ahead by each worker, or by the thread
+logger = logging.getLogger(__name__)
 
-_Reply = tuple[list[int], list[int], Tensor | DataError]  # global indices, items, what was read
+_PREFETCH = 2  # batches read ahead by each worker, or by the thread
+_MOST_REPLACED = 3  # workers that died or hung
+
+_Reply = tuple[Tensor, Tensor, Tensor]  # global indices, items, what was read
 
 
 @lru_cache(maxsize=8)
@@ -137,8 +147,17 @@ class DeviceLoader(Loader):
 class StreamLoader(Loader):
     """Reads items ahead in worker processes, or in a thread if the source allows no process."""
 
-    def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True, workers: int = 2) -> None:
+    def __init__(
+        self,
+        source: Source,
+        seed: int,
+        device: Device = "cpu",
+        flip: bool = True,
+        workers: int = 2,
+        worker_timeout: float = 300.0,  # seconds after which one that hangs is replaced
+    ) -> None:
         super().__init__(source, seed, device, flip)
+        self.worker_timeout, self.replaced = worker_timeout, 0
         if workers < 0:
             raise ValueError(f"data.workers: must be at least 0, got {workers}")
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
@@ -149,20 +168,150 @@ class StreamLoader(Loader):
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         """Consumes up to max(workers, 1) * 2 index tensors ahead of the batches returned."""
-        requests = ((index.tolist(), self.items(index).tolist()) for index in index_batches)
-        replies: DataLoader[_Reply] = DataLoader(
-            _Reader(self.source),
-            batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=tuple,  # a reply as it is
-            num_workers=self.workers,
-            prefetch_factor=_PREFETCH if self.workers else None,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # leaves the global generator alone
+        requests = ((index.to(device="cpu", dtype=torch.int64), self.items(index)) for index in index_batches)
+        if self.workers:
+            replies = self._from_workers(requests)
+        else:
+            replies = ((index, items, self._stored(items)) for index, items in requests)
+        for reply in _read_ahead(replies) if self.by_thread else replies:
+            yield self._finish(*reply)
+
+    def _from_workers(self, requests: Iterator[tuple[Tensor, Tensor]]) -> Iterator[_Reply]:
+        """The workers take turns; one that dies or hangs is replaced, and what it was asked for is asked again."""
+        workers = [_Worker(self.source) for _ in range(self.workers)]
+        asked: deque[tuple[_Worker, Tensor, Tensor]] = deque()
+
+        def ask(worker: _Worker) -> None:
+            if (request := next(requests, None)) is not None:
+                worker.ask(request[1].tolist())
+                asked.append((worker, *request))
+
+        try:
+            for worker in workers * _PREFETCH:
+                ask(worker)
+            while asked:
+                worker, index, items = asked.popleft()
+                while failure := self._wait_for(worker):
+                    self.replaced += 1
+                    sentence = f"data.workers: a reading process {failure}, at {self.source.where(int(items[0]))}"
+                    if self.replaced > _MOST_REPLACED or not protected("loader.replace"):
+                        raise DataError(f"{sentence}; {self.replaced} have failed, try fewer data.workers or 0")
+                    logger.warning("%s; starting another one at the same position", sentence)
+                    worker.start()
+                stored = worker.take()
+                ask(worker)
+                yield index, items, stored.pin_memory() if self.device.type == "cuda" else stored
+        finally:
+            for worker in workers:
+                worker.stop()
+
+    def _wait_for(self, worker: _Worker) -> str:
+        """Wait for a worker's reply; what went wrong, if no reply will come."""
+        started = time.monotonic()
+        while not worker.pipe.poll(0.2):
+            if time.monotonic() - started > self.worker_timeout and protected("loader.timeout"):
+                return f"has not answered for {self.worker_timeout:g} s"
+        return "" if worker.receive() else f"died ({worker.cause()})"
+
+
+class _Worker:
+    """A process that reads batches into memory shared with it.
+
+    It has a pipe of its own and no lock in common with any other, so that it can be killed or stopped at any moment and
+    then be replaced. (Those of torch's DataLoader share queues, and its handler of SIGCHLD raises anywhere.)
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._asked: deque[list[int]] = deque()  # requests without a reply, oldest first
+        self._slots, self._slot = torch.empty(0, 0), 0
+        self._reply: tuple[int, DataError | None] = (0, None)
+        self.process: mp.Process | None = None
+
+    def ask(self, items: list[int]) -> None:
+        """Request a batch; at most _PREFETCH of them without a reply."""
+        self._asked.append(items)
+        if len(items) > self._slots.shape[1]:
+            self.start()
+        else:
+            self._send(items)
+
+    def start(self) -> None:
+        """Start a process, in place of the one before, and repeat the requests without a reply."""
+        self.stop()
+        shape, dtype = self.source.stored
+        self._slots = torch.empty((_PREFETCH, max(map(len, self._asked)), *shape), dtype=dtype).share_memory_()
+        self.pipe, theirs = mp.Pipe()
+        about = (self.source, self._slots, theirs, self.pipe)
+        self.process = mp.Process(target=_serve, args=about, daemon=True, name="scalelong-reader")
+        self.process.start()
+        theirs.close()  # so that its death ends the pipe
+        self._stop = weakref.finalize(self, _kill, self.process)  # also at exit: it ignores signals
+        for items in self._asked:
+            self._send(items)
+
+    def _send(self, items: list[int]) -> None:
+        self._slot = (self._slot + 1) % _PREFETCH
+        with suppress(OSError):  # it is dead, which is noticed when its reply is due
+            self.pipe.send((self._slot, items))
+
+    def receive(self) -> bool:
+        """Receive the reply that has arrived; False if it was the end of the process."""
+        try:
+            self._reply = self.pipe.recv()
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def take(self) -> Tensor:
+        """The batch just received, or the DataError that reading it raised."""
+        items, (slot, error) = self._asked.popleft(), self._reply
+        if error is not None:
+            raise error
+        return self._slots[slot, : len(items)].clone()
+
+    def cause(self) -> str:
+        """Why the process ended."""
+        assert self.process is not None
+        self.process.join(5)
+        code = self.process.exitcode or 0
+        return (
+            f"killed by {signal.Signals(-code).name}, perhaps for lack of memory" if code < 0 else f"exit code {code}"
         )
-        for indices, items, stored in _read_ahead(replies) if self.by_thread else replies:
-            if isinstance(stored, DataError):
-                raise stored
-            yield self._finish(torch.tensor(indices), torch.tensor(items), stored)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self._stop()
+            self.pipe.close()
+            self.process = None
+
+
+def _kill(process: mp.Process) -> None:
+    process.kill()
+    process.join()
+
+
+def _serve(source: Source, slots: Tensor, pipe: Connection, parents_end: Connection) -> None:
+    """A worker: reads what it is asked for until the pipe ends, which it does when the parent dies."""
+    parents_end.close()
+    if protected("loader.signals"):
+        for number in (signal.SIGTERM, signal.SIGINT):  # of a whole group or job: the parent decides when to stop
+            signal.signal(number, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    with suppress(EOFError, OSError):
+        while True:
+            slot, items = pipe.recv()
+            failpoint("loader.read")
+            try:
+                slots[slot, : len(items)] = source.read_many(items)
+                error = None
+            except DataError as found:
+                error = found
+            except (OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as found:
+                error = DataError(f"{source.where(items[0])}: cannot be read ({type(found).__name__}: {found})")
+            pipe.send((slot, error))
 
 
 def _read_ahead(replies: Iterable[_Reply]) -> Iterator[_Reply]:
@@ -173,19 +322,6 @@ def _read_ahead(replies: Iterable[_Reply]) -> Iterator[_Reply]:
         while (reply := asked.popleft().result()) is not None:
             asked.append(pool.submit(next, rest, None))
             yield reply
-
-
-class _Reader(Dataset[_Reply]):
-    """Runs in a worker; errors are returned as values, so that they arrive with their own type and message."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def __getitems__(self, request: tuple[list[int], list[int]]) -> _Reply:
-        try:
-            return *request, self.source.read_many(request[1])
-        except DataError as error:
-            return *request, error
 
 
 def load_images(source: Source) -> Tensor:
@@ -207,6 +343,7 @@ def make_loader(
     flip: bool = True,
     workers: int = 2,
     resident_limit_bytes: int = 2**31,
+    worker_timeout: float = 300.0,
 ) -> Loader:
     """A DeviceLoader if all items fit under the limit, else a StreamLoader; the batches are the same.
 
@@ -217,4 +354,4 @@ def make_loader(
     """
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
-    return StreamLoader(source, seed, device, flip, workers)
+    return StreamLoader(source, seed, device, flip, workers, worker_timeout)

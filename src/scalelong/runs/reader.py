@@ -42,7 +42,7 @@ def read_config(folder: str | Path) -> RunConfig:
 
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a run by step, oldest first."""
-    return _by_step(inside(Path(folder), CHECKPOINTS).glob("step-*"))
+    return _by_step(path for path in inside(Path(folder), CHECKPOINTS).glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class Records:
         self.steps.append(step)
         for key, value in record.items():
             column = self._columns.get(key)
-            if type(value) is float or type(value) is int or value is None:  # a third of the time of a report is spent here
+            if (
+                type(value) is float or type(value) is int or value is None
+            ):  # a third of the time of a report is spent here
                 if column is None and len(self._columns) < MOST_KEYS:
                     column = self._columns[key] = array("q"), array("d")
                 if column is not None and value is not None and -LARGEST <= value <= LARGEST:

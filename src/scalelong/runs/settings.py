@@ -32,6 +32,7 @@ class DataSettings:
     split: str = "train"
     flip: bool = True  # mirror images at random
     workers: int = 2  # reading processes, for sets that do not fit on the device
+    worker_timeout: float = 300.0  # seconds after which a reading process that hangs is replaced
     resident_mb: int = 2048  # data up to this size is kept on the device as uint8
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
@@ -137,6 +138,9 @@ class TrainingSettings:
     sample_every: int = 5000  # 0: never
     on_nonfinite: Literal["raise", "skip", "rewind"] = "raise"
     max_nonfinite: int = 10  # skip and rewind stop the run after this many
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"  # at a loss of spike_factor times its running mean
+    spike_factor: float = 20.0
+    rank_timeout: float = 300.0  # seconds after which a rank that does not answer ends the run
     wandb_project: str | None = None  # also log to this project of Weights & Biases
 
 
@@ -209,10 +213,10 @@ class RunConfig:
 MAY_CHANGE = {
     *(
         f"training.{name}"
-        for name in ("steps", "log_every", "checkpoint_every", "keep", "sample_every", "wandb_project")
+        for name in ("steps", "log_every", "checkpoint_every", "keep", "sample_every", "wandb_project", "rank_timeout")
     ),
     *(f"sampling.{name}" for name in ("precision", "batch_size", "compile")),
-    *("data.workers", "data.root"),
+    *("data.workers", "data.worker_timeout", "data.root"),
 }
 
 

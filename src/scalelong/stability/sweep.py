@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from scalelong.errors import StoppedError
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
 from scalelong.runs.settings import RunConfig
@@ -53,7 +54,7 @@ def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> None:
         if is_main_rank():
             logger.info("run %d of %d: %s", position, len(configs), name)
         if (stopped := _train(config, out / name)) is not None:
-            raise RuntimeError(f"stopped in {name} at step {stopped}; repeat the command to continue")
+            raise StoppedError(f"stopped in {name} at step {stopped}; repeat the command to continue")
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:

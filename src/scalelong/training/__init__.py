@@ -3,9 +3,10 @@
 from scalelong.runs.events import read_events
 from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig, from_yaml, to_yaml
+from scalelong.training.guard import NonFiniteError
 from scalelong.training.loop import Trainer, train
 from scalelong.training.run import TrainedRun, load_run, sample_batches
-from scalelong.training.step import EMA, NonFiniteError
+from scalelong.training.step import EMA
 
 __all__ = [
     "EMA",

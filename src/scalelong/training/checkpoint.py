@@ -1,18 +1,16 @@
-"""A run's folder on disk: claimed by one process, with checkpoints that are complete or absent.
+"""Checkpoints: complete or absent.
 
 A checkpoint is safetensors, JSON and a manifest of hashes, staged, synced and renamed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,11 +19,9 @@ from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError as CheckpointError
 from scalelong.failpoints import failpoint, protected
-from scalelong.files import atomic_folder, file_digest, remove_leftovers, write_text
-from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, step_name, step_number
+from scalelong.files import atomic_folder, file_digest, inside, remove_leftovers
+from scalelong.runs import CHECKPOINTS, MANIFEST, METRICS, step_name, step_number
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
-from scalelong.runs.reader import checkpoints, is_run
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +30,28 @@ Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
 
 
 def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:
-    """Write folder/step-N and remove all but the newest `keep`."""
+    """Write folder/step-N and remove all but the newest `keep`; an error leaves those before as they were."""
     remove_leftovers(folder)
-    with atomic_folder(folder / step_name(step)) as files:
+    try:
+        _write(folder / step_name(step), groups, state)
+    except (OSError, SafetensorError) as error:
+        intact = (
+            f"{newest.name} is intact"
+            if (newest := next(reversed(steps_in(folder).values()), None))
+            else "there is none before"
+        )
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        free = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free"
+        lost = f"step {step}: the checkpoint could not be written to {folder} ({reason}; {free})"
+        raise CheckpointError(f"{lost}; {intact}, run the same command again once there is space") from error
+    for old in list(steps_in(folder).values())[:-keep]:
+        dropped = old.rename(old.with_name(f".{old.name}-staging-dropped"))
+        failpoint("save.while_dropping")
+        shutil.rmtree(dropped)
+
+
+def _write(home: Path, groups: Tensors, state: dict[str, Any]) -> None:
+    with atomic_folder(home) as files:
         for name, tensors in groups.items():
             stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
             save_file(stored, files / f"{name}.safetensors")
@@ -46,10 +61,6 @@ def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, A
         hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
         (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
         failpoint("save.after_manifest")
-    for old in list(steps_in(folder).values())[:-keep]:
-        dropped = old.rename(old.with_name(f".{old.name}-staging-dropped"))
-        failpoint("save.while_dropping")
-        shutil.rmtree(dropped)
 
 
 def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]]:
@@ -62,9 +73,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
             raise CheckpointError(f"{path / MANIFEST}: is damaged (it does not list {name})")
     wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
     for name in wanted if protected("checkpoint.verify") else ():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path / MANIFEST}: is damaged ({name!r} is not the name of a file in the folder)")
-        if not (path / name).is_file() or file_digest(path / name) != hashes[name]:
+        if not inside(path, name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
     tensors = {}
     for name in wanted:
@@ -94,7 +103,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, oldest first; other entries are named in a warning and ignored."""
     found = {}
     for path in folder.glob("step-*"):
-        if (step := step_number(path.name)) is not None and path.is_dir():
+        if (step := step_number(path.name)) is not None and path.is_dir() and not path.is_symlink():
             found[step] = path
         else:
             logger.warning("%s: is not a checkpoint (step-NUMBER); ignored", path)
@@ -126,37 +135,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         name, _, entry = key.rpartition("/")
         state.setdefault(position[name], {})[entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:
-    """Lock `folder` for this run until the returned file is closed, or raise before any work."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out: {folder} is a file; choose a folder")
-    if is_run(folder) and ((folder / METRICS).is_file() or checkpoints(folder)):  # it started
-        changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
-        if changed:
-            lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
-            raise ValueError(f"out: {folder} holds a run of another configuration:\n{lines}\nchoose another folder")
-    elif not is_run(folder) and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
-        raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PermissionError(f"out: cannot create {folder}: {error.strerror}; choose a writable folder") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"out: no permission to write to {folder}; choose another folder")
-    count, free = config.training.keep + 1, shutil.disk_usage(folder).free / 1e9
-    if free < (needed := count * checkpoint_bytes / 1e9):
-        raise OSError(f"out: {folder} has {free:.1f} GB free, {count} checkpoints need {needed:.1f} GB; free some")
-    lock = (folder / LOCK).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
-    if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
-        write_text(folder / CONFIG, to_yaml(config))
-    return lock
 
 
 def check_never_saved(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import platform
 import shlex
@@ -16,34 +17,42 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from scalelong.backbones.unet import model_inputs
-from scalelong.data import make_loader
+from scalelong.data import Batch, make_loader
 from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
+from scalelong.failpoints import failpoint, protected
+from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
+from scalelong.runs.claim import check_folder, check_space, claim_folder
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (
     CheckpointError,
+    Tensors,
     check_never_saved,
-    claim_folder,
     load_newest,
     optimizer_tensors,
     restore_optimizer,
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
+from scalelong.training.guard import Guard, NonFiniteError
+from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
-from scalelong.training.step import EMA, Guard, Pending, Stepper, Window, describe, learning_rate, sample_indices
+from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C is meant
+_PATIENCE = 3.0  # seconds for a worker that hangs, once asked to stop
 
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
 Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
@@ -59,29 +68,32 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
-        self.ranks = PartialState(cpu=not torch.cuda.is_available())  # CPU ranks find each other only with the flag
+        self.ranks = Ranks(config.training.rank_timeout)
         self.device = self.ranks.device
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
-        with self.ranks.main_process_first():  # the others find what it fetched, unpacked or encoded
+        if self.ranks.is_main_process and protected("folder.early"):
+            check_folder(self.folder, config)
+        failpoint("build.source")
+        with self.ranks.main_first():  # the others find what it fetched, unpacked or encoded
             self.source = build_source(config)
             self.condition = make_condition(config, self.source, self.device)
         self.model = build_model(config, self.source.shape, self.condition.conditioning).to(self.device)
         self._lock: IO[str] | None = None
         if self.ranks.is_main_process:
-            checkpoint_bytes = 4 * sum(p.nbytes for p in self.model.parameters())  # weights, average, two moments
-            self._lock = claim_folder(self.folder, config, checkpoint_bytes)
-        self.ranks.wait_for_everyone()
+            self._lock = claim_folder(self.folder, config)
+            count, size = training.keep + 1, 4 * sum(p.nbytes for p in self.model.parameters())  # with average, moments
+            check_space(self.folder, count * size, f"{count} checkpoints need")
+        self.ranks.barrier()
         self.objective = build_objective(config)
         limit = data.resident_mb * 2**20
-        self.loader = make_loader(
-            self.source, training.seed, self.device, flip=data.flip, workers=data.workers, resident_limit_bytes=limit
-        )
+        reading = {"workers": data.workers, "worker_timeout": data.worker_timeout, "resident_limit_bytes": limit}
+        self.loader = make_loader(self.source, training.seed, self.device, data.flip, **reading)
         self.ema = EMA(self.model, training.ema_decay)
         ranks = self.ranks.num_processes
         self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition)
-        self.guard = Guard(training.on_nonfinite, training.max_nonfinite)
+        self.guard = Guard(training)
         self.step, self.seconds, self.window = 0, 0.0, Window()
         self.to_pixels = load_pixels(self.trained(), self.device)
         self.pending: Pending | None = None  # the last step's numbers, not read yet
@@ -93,20 +105,32 @@ class Trainer:
         """Train to the end (or until asked to stop) and return the run's folder."""
         training, is_main = self.config.training, self.ranks.is_main_process
         try:
-            self._resume()
+            resumed = self._resume()
             if self.step >= training.steps:
                 logger.info("%s is complete at step %d", self.folder, self.step)
                 return self.folder
             if is_main:
                 self._events = Events(self.folder, self.step, training.wandb_project)
-            if self.step == 0 and training.on_nonfinite == "rewind":
+            if not resumed and "rewind" in (training.on_nonfinite, training.on_spike):
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
             hide = None if is_main else True
             self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
             with self._bar, self._stop_signals():
                 self._train()
+        except (NonFiniteError, CheckpointError):
+            raise
+        except RuntimeError as error:
+            if (explained := self.ranks.explain(error)) is error:
+                raise
+            raise explained from error
+        except OSError as error:  # metrics, samples
+            if error.errno not in _DISK_ERRORS:
+                raise
+            what = f"step {self.step}: {self.folder} cannot be written to ({error.strerror})"
+            raise CheckpointError(f"{what}; the checkpoints are intact, free some space and run it again") from error
         finally:
+            self._batches: Iterator[Batch] = iter(())  # ends the workers
             if self._events is not None:
                 self._events.close()
             if self._lock is not None:
@@ -120,7 +144,11 @@ class Trainer:
         while self.step < training.steps and not self.stopping:
             started = time.perf_counter()
             step = self.step + 1
-            pending = self.stepper.compute(step, islice(self._batches, training.accumulate), self.stop_requested)
+            batches, limit = (
+                islice(self._batches, training.accumulate),
+                self.guard.update_limit(self.pending is not None),
+            )
+            pending = self.stepper.compute(step, batches, self.stop_requested, limit)
             if not self._read_pending():  # of the step before
                 continue
             if self.stopping:
@@ -133,7 +161,8 @@ class Trainer:
             else:
                 self.stepper.update(pending)
             self.ema.update(step)
-            self.step, self.pending = step, pending
+            self.step = self.ranks.step = step
+            self.pending = pending
             self.seconds += time.perf_counter() - started
             for observer in self.observers:
                 self._record(getattr(observer, "kind", "probe"), observer(step, self.model))
@@ -149,7 +178,8 @@ class Trainer:
     def _start_batches(self) -> None:
         """This rank's micro-batches from the next step on."""
         config, rank, ranks = self.config, self.ranks.process_index, self.ranks.num_processes
-        steps, parts = range(self.step + 1, config.training.steps + 1), range(config.training.accumulate)
+        first = self.step + 1 if protected("resume.position") else 1
+        steps, parts = range(first, config.training.steps + 1), range(config.training.accumulate)
         indices = (sample_indices(config, step, part, rank, ranks) for step in steps for part in parts)
         self._batches = self.loader.batches(indices)
 
@@ -161,14 +191,12 @@ class Trainer:
         result = pending.read()
         self.window.add(result)
         self.stopping = result.stop
-        if result.finite or self.step in self.guard.avoid:
-            return True
-        sentence = describe(self.step, result.loss, result.gradient_norm, pending.suspects())
-        verdict = self.guard.judge(self.step, sentence)
-        logger.warning("%s; policy: %s", sentence, verdict)
-        if verdict == "rewind":
-            self._rewind()
-        return verdict == "skip"
+        bad = self.guard.review(self.step, result, pending.suspects)
+        if bad is not None:
+            if bad["policy"] == "rewind":
+                self._rewind()
+            self._record(bad.pop("kind"), bad)
+        return bad is None or bad["policy"] != "rewind"
 
     def _rewind(self) -> None:
         """Return to the newest checkpoint; the step that went wrong is skipped when it comes again."""
@@ -198,10 +226,12 @@ class Trainer:
             }
             self._bar.set_postfix(loss=f"{values['loss']:.4f}", img_s=f"{values['images_per_second']:.0f}")
             self._record("train", values)
-        if training.sample_every and (step % training.sample_every == 0 or last) and self.ranks.is_main_process:
-            options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
-            images = self.trained().sample(self.config.sampling, self.condition, **options)
-            save_grid(images, self.folder / SAMPLES / f"{step_name(step)}.png")
+        if training.sample_every and (step % training.sample_every == 0 or last):
+            if self.ranks.is_main_process:
+                options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
+                images = self.trained().sample(self.config.sampling, self.condition, **options)
+                save_grid(images, inside(self.folder, SAMPLES, f"{step_name(step)}.png"))
+            self.ranks.barrier()
         if step % training.checkpoint_every == 0 or last:
             self._save()
 
@@ -243,23 +273,29 @@ class Trainer:
                 "guard": self.guard.state(),
                 "scaler": self.stepper.scaler.state_dict(),
             }
-            keep = self.config.training.keep
-            try:
-                save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, keep)
-            except OSError as error:
-                lost = f"step {self.step}: the checkpoint could not be written ({error}); the one before it is intact"
-                raise CheckpointError(f"{lost}, run the same command again once there is space") from error
+            save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.training.keep)
             assert self._events is not None
             self._events.write(self.step, CHECKPOINT_KIND, {})
-        self.ranks.wait_for_everyone()
+        self.ranks.barrier()
 
-    def _resume(self) -> None:
-        """Load the newest intact checkpoint, or stay at step 0 if there never was one."""
+    def _resume(self) -> bool:
+        """Load the newest intact checkpoint, or stay at step 0 and return False if there never was one."""
         newest = load_newest(self.folder / CHECKPOINTS)
         if newest is None:
             check_never_saved(self.folder)
-            return
+            return False
         path, tensors, state = newest
+        try:
+            self._restore(path, tensors, state)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            fits = f"{path}: does not fit this run ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            raise CheckpointError(f"{fits}; remove that folder to fall back to the one before") from error
+        logger.info("resumed from %s", path)
+        return True
+
+    def _restore(self, path: Path, tensors: Tensors, state: Mapping[str, Any]) -> None:
         if state["data"] != self.source.fingerprint:
             raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:
@@ -272,17 +308,22 @@ class Trainer:
         self.guard.restore(state["guard"])
         self.window = Window(**state["window"])
         self.step, self.seconds = state["step"], state["seconds"]
-        logger.info("resumed from %s", path)
+        self.ranks.step = self.step
 
     @contextmanager
     def _stop_signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C ask the loop to save and stop; a second Ctrl-C interrupts at once."""
+        """SIGTERM and the first Ctrl-C ask the loop to save and stop; another Ctrl-C seconds later interrupts at once."""
+        first = 0.0
 
         def handle(number: int, _frame: object) -> None:
-            logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
+            nonlocal first
+            if number == signal.SIGINT and first and time.monotonic() - first > _SECOND_INTERRUPT:
+                raise KeyboardInterrupt  # not sooner: launchers repeat the signal that the terminal sent to all
+            if not first:
+                logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
+            first = first or time.monotonic()
             self.stop_requested = True
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
-from scalelong.errors import NonFiniteError as NonFiniteError
+from scalelong.failpoints import protected
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
 
@@ -61,8 +61,13 @@ class Stepper:
             self.no_sync = wrapped.no_sync
         self.net = _compiled(wrapped, config.training.compile)
 
-    def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool = False) -> Pending:
-        """Gradients of step `step` (from 1) over the micro-batches of all ranks; `stop`: this rank was asked to stop."""
+    def compute(
+        self, step: int, micro_batches: Iterable[Batch], stop: bool = False, limit: float = math.inf
+    ) -> Pending:
+        """Gradients of step `step` (from 1) over the micro-batches of all ranks.
+
+        `stop`: this rank was asked to stop. `limit`: a larger loss is not applied.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
@@ -79,20 +84,21 @@ class Stepper:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
         losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
         shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
-        if self.world_size > 1:
+        if self.world_size > 1 and protected("step.share"):
             dist.all_reduce(shared)
         suspects = functools.partial(find_suspects, losses, indices, times, self.world_size)
-        return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled())
+        return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
 
     def update(self, pending: Pending) -> None:
-        """Apply the gradients unless they are not finite; does not wait for the device."""
+        """Apply the gradients unless they are not finite or the loss is above its limit; does not wait for the device."""
         if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
+            if math.isinf(pending.limit) or pending.usable:  # the scaler looks for what is not finite, not for spikes
+                self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.device.type == "cuda":
-            self.optimizer.found_inf = (~pending.finite).float()  # type: ignore[attr-defined]  # fused AdamW reads it
+            self.optimizer.found_inf = (~pending.usable).float()  # type: ignore[attr-defined]  # fused AdamW reads it
             self.optimizer.step()
-        elif pending.finite:
+        elif pending.usable:
             self.optimizer.step()
 
     def discard(self) -> None:
@@ -125,8 +131,11 @@ class StepResult:
 class Pending:
     """A step's numbers on their way to the host; reading them waits for the device, so the loop does it a step later."""
 
-    def __init__(self, values: Tensor, suspects: Callable[[], list[Suspect]], scaled: bool) -> None:
-        self.finite = torch.isfinite(values).all()  # on the device: decides there whether the update happens
+    def __init__(
+        self, values: Tensor, suspects: Callable[[], list[Suspect]], scaled: bool, limit: float = math.inf
+    ) -> None:
+        self.limit = limit  # of the loss
+        self.usable = torch.isfinite(values).all() & (values[0] <= limit)  # decides on the device about the update
         self.suspects, self._scaled = suspects, scaled  # suspects are searched for when asked
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
@@ -148,47 +157,6 @@ def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1)
     if world_size > 1:
         dist.all_gather_object(parts, parts[0])
     return [suspect for part in parts for suspect in part]
-
-
-def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
-    what = "loss" if not math.isfinite(loss) else "gradient"
-    indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
-    shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
-    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
-    return f"step {step}: the {what} is not finite (loss {loss}, gradient norm {gradient_norm}); {shown}{more}"
-
-
-@dataclass
-class Guard:
-    """The policy at non-finite steps: raise, skip or rewind, up to `most` times."""
-
-    policy: str
-    most: int
-    skipped: list[int] = field(default_factory=list)  # steps whose update was skipped
-    avoid: set[int] = field(default_factory=set)  # steps to skip when they come again after a rewind
-    rewinds: int = 0
-
-    def judge(self, step: int, sentence: str) -> str:
-        """Return "skip" or "rewind" for a non-finite step, or raise a NonFiniteError."""
-        if self.policy == "raise":
-            raise NonFiniteError(f"{sentence}; stopped before the update. Set training.on_nonfinite to skip or rewind")
-        if (len(self.skipped) if self.policy == "skip" else self.rewinds) >= self.most:
-            raise NonFiniteError(f"{sentence}; this is more than training.max_nonfinite = {self.most} such steps")
-        if self.policy == "skip":
-            self.skipped.append(step)
-        else:
-            self.rewinds += 1
-            self.avoid.add(step)
-        return self.policy
-
-    def state(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; rewinds since that checkpoint stay counted."""
-        self.skipped = list(state["skipped"])
-        self.avoid |= set(state["avoid"])
-        self.rewinds = max(self.rewinds, state["rewinds"])
 
 
 @dataclass

@@ -1,0 +1,84 @@
+"""Who may write to a run folder: checked before anything is loaded, and claimed by one process. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import weakref
+from pathlib import Path
+from typing import IO
+
+from scalelong.files import inside, open_inside, remove_leftovers, write_text
+from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS, SAMPLES
+from scalelong.runs.reader import checkpoints, is_run
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
+
+_LEAST_FREE = 10e6  # bytes; the size of the checkpoints is checked once the model is built
+
+
+def check_folder(folder: Path, config: RunConfig) -> None:
+    """Raise if a run of this configuration cannot be written to `folder`; changes nothing."""
+    if folder.is_symlink():
+        raise ValueError(f"out: {folder} is a symbolic link; give the folder that it points to, {folder.resolve()}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out: {folder} is a file; choose a folder")
+    for name in (CONFIG, METRICS, LOCK, CHECKPOINTS, SAMPLES):
+        inside(folder, name)  # links out of the folder are refused
+    if is_run(folder) and ((folder / METRICS).is_file() or checkpoints(folder)):  # it started
+        changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
+        if changed:
+            lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
+            raise ValueError(f"out: {folder / CONFIG} is of another configuration:\n{lines}\nchoose another folder")
+    elif not is_run(folder) and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
+        raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"out: cannot create {folder}: {there} is a file; choose another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"out: no permission to write to {there}; choose another folder")
+    check_space(there, _LEAST_FREE, "a run needs")
+    if (folder / LOCK).is_file():
+        _lock(folder).close()
+
+
+def check_space(folder: Path, needed: float, what: str) -> None:
+    """Raise if the disk of `folder` has less than `needed` bytes free."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(f"out: {folder} has {_size(free)} free, {what} {_size(needed)}; free some or choose another disk")
+
+
+def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
+    """Lock `folder` for this run until the returned file is closed, and remove what a killed process left there."""
+    check_folder(folder, config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(f"out: cannot create {folder}: {error.strerror}; choose a writable folder") from error
+    lock = _lock(folder)
+    for part in (folder, folder / CHECKPOINTS, folder / SAMPLES):
+        remove_leftovers(part)
+    if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
+        write_text(folder / CONFIG, to_yaml(config))
+    return lock
+
+
+def _lock(folder: Path) -> IO[str]:
+    lock = open_inside(folder, LOCK, mode="a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
+    mine = weakref.ref(lock)
+
+    def close() -> None:  # a worker that outlives this process must not hold the lock
+        if (inherited := mine()) is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
+    return lock
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

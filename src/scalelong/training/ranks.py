@@ -1,0 +1,113 @@
+"""The ranks of a run: how they find each other, wait for each other, and name the one that no longer answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from scalelong.failpoints import protected
+
+logger = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 2.0
+
+
+class Ranks:
+    """This process among the ranks that torchrun or accelerate started; alone without them.
+
+    Each rank counts in the store that all share, from a thread. A rank that stops counting is dead or stopped; one that
+    counts may take as long as it needs in `barrier`, while gradients are waited for `timeout` seconds.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
+        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit)  # the flag: CPU ranks need it
+        self.device, self.is_main_process = self.state.device, self.state.is_main_process
+        self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
+        self.step = 0  # of the run, told to the other ranks
+        self._timeout, self._every = timeout, min(_BEAT_SECONDS, timeout / 10)
+        self._barriers, self._seen = 0, dict.fromkeys(range(self.num_processes), ("", time.monotonic()))
+        if self.num_processes > 1:
+            self._store = dist.PrefixStore("scalelong", dist.distributed_c10d._get_default_store())
+            self._store.set(str(self.process_index), "0 0")
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    def barrier(self) -> None:
+        """Wait for all ranks, as long as they are alive."""
+        if self.num_processes == 1:
+            return
+        self._barriers += 1
+        name, wait = f"barrier {self._barriers}", 0.001
+        self._store.add(name, 1)
+        while self._store.add(name, 0) < self.num_processes:
+            time.sleep(wait)
+            wait = min(2 * wait, 0.2)
+            if wait == 0.2 and (silent := self._silent(self._timeout)):
+                raise RuntimeError(self._sentence(silent))
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """The main rank runs the block before the others do."""
+        if not self.is_main_process:
+            self.barrier()
+        yield
+        if self.is_main_process:
+            self.barrier()
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """The error with the rank that caused it, where another one is dead, stopped or behind; else as it is."""
+        if self.num_processes == 1 or not protected("ranks.explain"):
+            return error
+        self._silent(0)
+        time.sleep(4 * self._every)
+        if silent := self._silent(3 * self._every):
+            return RuntimeError(f"{self._sentence(silent)}; {str(error).partition(chr(10))[0]}")
+        steps = {rank: int(seen.split()[1]) for rank, (seen, _) in self._seen.items() if seen}
+        behind = [rank for rank, step in steps.items() if step < self.step]
+        if behind:
+            return RuntimeError(
+                f"ranks: rank {behind[0]} is still at step {steps[behind[0]]}, this one at {self.step}; {error}"
+            )
+        return error
+
+    def _sentence(self, silent: list[int]) -> str:
+        names = ", ".join(map(str, silent))
+        last = self._seen[silent[0]][0].partition(" ")[2] or "0"
+        why = f"does not answer (killed, stopped or unreachable; last seen at step {last})"
+        return f"ranks: rank {names} {why}; training.rank_timeout is {self._timeout:g} s, run the same command again"
+
+    def _silent(self, seconds: float) -> list[int]:
+        """The other ranks that have not counted for more than `seconds`."""
+        now = time.monotonic()
+        reader = threading.Thread(target=self._read, daemon=True)  # the store itself may be on a rank that is stopped
+        reader.start()
+        reader.join(10)
+        return [rank for rank, (_, since) in self._seen.items() if rank != self.process_index and now - since > seconds]
+
+    def _read(self) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            for rank in range(self.num_processes):
+                if self._store.check([str(rank)]):
+                    value = self._store.get(str(rank)).decode()
+                    if value != self._seen[rank][0]:
+                        self._seen[rank] = (value, time.monotonic())
+
+    def _beat(self) -> None:
+        beats, warned = 0, set[int]()
+        with suppress(RuntimeError):  # the store is gone: the run is over, or its next collective fails
+            while True:
+                time.sleep(self._every)
+                beats += 1
+                self._store.set(str(self.process_index), f"{beats} {self.step}")
+                if self.is_main_process:
+                    for rank in set(self._silent(self._timeout / 2)) - warned:
+                        warned.add(rank)
+                        logger.warning("rank %d has not answered for %g s", rank, self._timeout / 2)
