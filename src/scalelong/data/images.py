@@ -15,12 +15,15 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from scalelong.data.base import DataError, MemorySource, Source, hashed_items
+from scalelong.data.base import DataError, MemorySource, Source, hashed_items, reading
 from scalelong.errors import require_memory
+from scalelong.failpoints import protected
 from scalelong.files import atomic_write
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # of those files; others (EPS) would run programs
+MAX_PIXELS = 2**25  # of one image; a file of kilobytes can unpack to gigabytes
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
@@ -39,7 +42,9 @@ def on_white(image: Image.Image) -> Image.Image:
 def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     """Decode a whole image, upright, as RGB; `where` names it in errors."""
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=FORMATS) as image:
+            if (pixels := image.width * image.height) > MAX_PIXELS and protected("data.limits"):
+                raise DataError(f"{where}: {pixels:,} pixels, more than {MAX_PIXELS:,}; resize or delete it")
             if image.mode not in _EIGHT_BIT_MODES:
                 raise DataError(f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode}; convert it")
             image.load()
@@ -142,7 +147,7 @@ class FileSource(PictureSource):
         return len(self.files)
 
     def where(self, item: int) -> str:
-        return str(self.folder / self.files[item])
+        return f"{self.folder / self.files[item]} (item {item})"
 
     def open(self, item: int) -> Image.Image:
         return open_rgb(self.folder / self.files[item], self.where(item))
@@ -152,8 +157,9 @@ class FileSource(PictureSource):
 
     def _contents(self) -> Iterator[bytes]:
         """Each file's name and size, and the bytes of some files."""
-        for name in self.files:
-            yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
+        for item, name in enumerate(self.files):
+            with reading(f"{self.where(item)}: cannot be read", "restore it or remove the link to it"):
+                yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
         for item in hashed_items(len(self)):
             yield (self.folder / self.files[item]).read_bytes()
 
