@@ -150,7 +150,7 @@ def interrupt_everywhere(
         try:
             with interrupted(at, error):
                 act(model)
-        except BaseException as raised:
+        except BaseException as raised:  # noqa: BLE001 (what was injected)
             assert "injected" in str(raised), f"{name}, line {at}: {raised!r}"
             assert same(before, state_of(model)), f"{name}, {error.__name__} at line {at} of {lines}: not as before"
             done += 1

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from tqdm import tqdm
 
 from scalelong.data.base import DataError, Request, Root, reading
-from scalelong.errors import short
 from scalelong.files import atomic_folder, file_digest
 
 logger = logging.getLogger(__name__)
@@ -218,7 +217,4 @@ def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
 def read_json(path: Path, remedy: str) -> Any:
     """The content of a JSON file; a DataError with the remedy if it cannot be read."""
     with reading(f"{path}: is not readable JSON", remedy):
-        content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: must hold a JSON object, got {short(content)}; {remedy}")
-    return content
+        return json.loads(path.read_text(encoding="utf-8"))

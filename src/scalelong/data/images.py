@@ -127,13 +127,16 @@ class PictureSource(Source):
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
     def _fitted(self, item: int) -> Image.Image:
-        image = self.open(item)
+        try:
+            image = self.open(item)
+        except DataError as error:
+            raise DataError(f"{error} (item {item})") from error
         if self.image_size is not None:
             return fit(image, self.image_size)
         _, height, width = self.shape
         if image.size != (width, height):
             sizes = f"{image.size[0]} x {image.size[1]} pixels, but the first one has {width} x {height}"
-            raise DataError(f"{self.where(item)}: {sizes}; set data.image_size to crop and resize all")
+            raise DataError(f"{self.where(item)}: {sizes}; set data.image_size to crop and resize all (item {item})")
         return image
 
 
@@ -147,7 +150,7 @@ class FileSource(PictureSource):
         return len(self.files)
 
     def where(self, item: int) -> str:
-        return f"{self.folder / self.files[item]} (item {item})"
+        return str(self.folder / self.files[item])
 
     def open(self, item: int) -> Image.Image:
         return open_rgb(self.folder / self.files[item], self.where(item))

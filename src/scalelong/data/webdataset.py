@@ -70,7 +70,7 @@ class WebDatasetSource(PictureSource):
         return self._starts[-1]
 
     def where(self, item: int) -> str:
-        return f"{self.shards[bisect_right(self._starts, item) - 1]}: {self._keys[item]} (item {item})"
+        return f"{self.shards[bisect_right(self._starts, item) - 1]}: {self._keys[item]}"
 
     def open(self, item: int) -> Image.Image:
         return open_rgb(io.BytesIO(self._content(item)), self.where(item))
@@ -79,13 +79,12 @@ class WebDatasetSource(PictureSource):
         home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
         with reading(f"{self.where(item)}: cannot be read", "get the shard again"):
             file = _opened(self.shards[home], os.getpid()).fileno()
-            if os.fstat(file).st_mtime_ns != self._versions[home]:
-                raise DataError(
-                    f"{self.where(item)}: the shard changed since it was indexed; run the same command again"
-                )
             content = os.pread(file, size, start)  # not mapped: a file cut short would end the process
+            changed = os.fstat(file).st_mtime_ns != self._versions[home]
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
+        if changed:
+            raise DataError(f"{self.where(item)}: the shard changed since it was indexed; run the same command again")
         return content
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
