@@ -33,7 +33,7 @@ from scalelong.data.download import Expected, bad_files, read_json
 from scalelong.data.images import gather_rows
 from scalelong.errors import require_number
 from scalelong.failpoints import protected
-from scalelong.files import atomic_write, file_digest, inside, write_text
+from scalelong.files import atomic_write, file_digest, inside, open_inside, write_text
 from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ def _locked(folder: Path) -> Iterator[None]:
     names = {path.name for path in folder.iterdir()} - {LOCK}
     if names and names.isdisjoint({PLAN, INDEX}):
         raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
-    with (folder / LOCK).open("w") as handle:
+    with open_inside(folder, LOCK, mode="a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
