@@ -292,7 +292,9 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
     for key, value in values.items():
         if isinstance(known[key], str) and not isinstance(value, str):
             return None  # as text, null and numbers would pass for names
-        if isinstance(known[key], tuple) and not (isinstance(value, list) and all(map(_is_plain_number, value))):
+        if isinstance(known[key], tuple) != isinstance(value, list):
+            return None  # a list of one number would pass for that number
+        if isinstance(value, list) and not all(map(_is_plain_number, value)):
             return None  # text could pass for a flag
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
     try:
