@@ -52,7 +52,7 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
 def one(number: int) -> None:
     """Run one case in this process; the last line printed is what was seen."""
     protect = "=off" not in os.environ.get(VARIABLE, "")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # there may be mounts
         try:
             seen = load_cases()[number].run(Path(folder), protect)
         except Exception as error:

@@ -97,6 +97,8 @@ class Batch:
 class Loader(ABC):
     """Turns global sample indices into batches on the device."""
 
+    worker_timeout = 300.0  # seconds after which a worker that hangs is replaced
+
     def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
             raise DataError(f"{source.name}: no items; check data.name")
@@ -154,7 +156,7 @@ class StreamLoader(Loader):
         device: Device = "cpu",
         flip: bool = True,
         workers: int = 2,
-        worker_timeout: float = 300.0,  # seconds after which one that hangs is replaced
+        worker_timeout: float = 300.0,
     ) -> None:
         super().__init__(source, seed, device, flip)
         self.worker_timeout, self.replaced = worker_timeout, 0

@@ -131,6 +131,7 @@ class Trainer:
             raise CheckpointError(f"{what}; the checkpoints are intact, free some space and run it again") from error
         finally:
             self._batches: Iterator[Batch] = iter(())  # ends the workers
+            self.ranks.close()
             if self._events is not None:
                 self._events.close()
             if self._lock is not None:

@@ -27,6 +27,8 @@ class Ranks:
     counts may take as long as it needs in `barrier`, while gradients are waited for `timeout` seconds.
     """
 
+    _runs = 0
+
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
         self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit)  # the flag: CPU ranks need it
@@ -34,9 +36,11 @@ class Ranks:
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, told to the other ranks
         self._timeout, self._every = timeout, min(_BEAT_SECONDS, timeout / 10)
+        self._closed = threading.Event()
         self._barriers, self._seen = 0, dict.fromkeys(range(self.num_processes), ("", time.monotonic()))
         if self.num_processes > 1:
-            self._store = dist.PrefixStore("scalelong", dist.distributed_c10d._get_default_store())
+            Ranks._runs += 1  # a run of its own names in the store
+            self._store = dist.PrefixStore(f"run {Ranks._runs}", dist.distributed_c10d._get_default_store())
             self._store.set(str(self.process_index), "0 0")
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -45,13 +49,25 @@ class Ranks:
         if self.num_processes == 1:
             return
         self._barriers += 1
-        name, wait = f"barrier {self._barriers}", 0.001
+        self._gather(f"here {self._barriers}", self.num_processes)
+        if self.is_main_process:  # leaves last: the store may be its own
+            self._gather(f"left {self._barriers}", self.num_processes)
+        else:
+            self._store.add(f"left {self._barriers}", 1)
+
+    def _gather(self, name: str, count: int) -> None:
+        """Count this rank in and wait for the others."""
         self._store.add(name, 1)
-        while self._store.add(name, 0) < self.num_processes:
+        wait = 0.001
+        while self._store.add(name, 0) < count:
             time.sleep(wait)
             wait = min(2 * wait, 0.2)
             if wait == 0.2 and (silent := self._silent(self._timeout)):
                 raise RuntimeError(self._sentence(silent))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -103,8 +119,7 @@ class Ranks:
     def _beat(self) -> None:
         beats, warned = 0, set[int]()
         with suppress(RuntimeError):  # the store is gone: the run is over, or its next collective fails
-            while True:
-                time.sleep(self._every)
+            while not self._closed.wait(self._every):
                 beats += 1
                 self._store.set(str(self.process_index), f"{beats} {self.step}")
                 if self.is_main_process:
