@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -153,6 +156,31 @@ def test_global_generator_is_left_alone(folder_source: Source) -> None:
     list(StreamLoader(folder_source, seed=0, workers=2).batches(index_batches(4)))
     list(DeviceLoader(folder_source, seed=0).batches(index_batches(4)))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def readers() -> list[int]:
+    return [child.pid for child in multiprocessing.active_children() if child.name == "scalelong-reader"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_dies_or_hangs_is_replaced_at_its_position(folder_source: Source, number: int) -> None:
+    sizes = [4] * 12
+    expected = DeviceLoader(folder_source, seed=9).batches(index_batches(*sizes))
+    loader = StreamLoader(folder_source, seed=9, workers=2, worker_timeout=0.5)
+    for position, (one, other) in enumerate(zip(expected, loader.batches(index_batches(*sizes)), strict=True)):
+        assert_equal(one, other)
+        if position == 3:
+            os.kill(readers()[0], number)
+    assert loader.replaced == (1 if number in (signal.SIGKILL, signal.SIGSTOP) else 0)
+    assert readers() == []
+
+
+def test_workers_that_die_again_and_again_end_the_run(folder_source: Source) -> None:
+    batches = StreamLoader(folder_source, seed=9, workers=1).batches(index_batches(*[4] * 100))
+    with pytest.raises(DataError, match=r"data\.workers: a reading process died \(killed by SIGKILL.*; 4 have failed"):
+        for _ in batches:
+            os.kill(readers()[0], signal.SIGKILL)
+    assert readers() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from scalelong.training import to_yaml
-from tests.training.tiny import assert_same_run, losses, newest, tiny
+from tests.training.tiny import losses, newest, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -79,28 +77,6 @@ def wait_for(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
-def test_killed_at_any_moment_the_run_ends_bit_identical(ranks: int, workers: int, tmp_path) -> None:
-    """kill -9 of all processes at three random moments; resident data without workers, streamed data with them."""
-    changes = {
-        "training_steps": 60,
-        "training_checkpoint_every": 7,
-        "data_workers": workers,
-        "data_resident_mb": 0 if workers else 2048,
-    }
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(start(whole, ranks, **changes))
-    moments = random.Random(f"{ranks} {workers}")
-    for least in (5, 20, 35):
-        process = start(killed, ranks, **changes)
-        wait_for(killed, least + moments.randrange(12), process)
-        time.sleep(moments.random() * 0.05)
-        kill_all(process)
-    assert newest(killed).name < "step-00000060"
-    finish(start(killed, ranks, **changes))
-    assert_same_run(whole, killed)
-
-
 @pytest.mark.parametrize("kind", ["none", "class"])
 def test_two_ranks_equal_one(kind: str, tmp_path) -> None:
     """50 steps on one rank, and on two by torchrun and by accelerate launch: the same losses and weights to 1e-5."""
@@ -114,24 +90,6 @@ def test_two_ranks_equal_one(kind: str, tmp_path) -> None:
         expected = load_file(newest(one) / "model.safetensors")
         for name, value in load_file(newest(two) / "model.safetensors").items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves_and_exits_cleanly(ranks: int, tmp_path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, ranks, training_steps=5000, training_checkpoint_every=5000)
-    wait_for(folder, 20, process)
-    if ranks == 1:
-        process.terminate()
-        output = finish(process)
-        assert "asked to stop (SIGTERM)" in output
-        assert "stopped at step" in output
-    else:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=120)
-    step = int(newest(folder).name.removeprefix("step-"))
-    assert 20 <= step < 5000
-    assert losses(folder)[-1][0] == step
 
 
 def test_a_batch_that_two_ranks_cannot_share_is_refused(tmp_path) -> None:
@@ -151,37 +109,3 @@ def test_two_processes_do_not_train_into_one_folder(tmp_path) -> None:
     kill_all(first)
     assert second.returncode == 1
     assert "another process is training into" in output
-
-
-POISONED_RANK = """
-import sys
-from scalelong.training import NonFiniteError, Trainer, from_yaml
-
-trainer = Trainer(from_yaml(sys.argv[1]), sys.argv[2])
-
-def poison(_module, _args, output):
-    if trainer.step == 2 and trainer.ranks.process_index == 1:
-        output = output.clone()
-        output[1] = float("nan")
-    return output
-
-trainer.model.register_forward_hook(poison)
-try:
-    trainer.run()
-except NonFiniteError as error:
-    print(f"rank {trainer.ranks.process_index} stopped: {error}", flush=True)
-"""
-
-
-def test_a_bad_sample_on_one_rank_stops_both_and_is_named_by_both(tmp_path) -> None:
-    """Step 3 covers samples 16 to 23; rank 1 has the last four, the second of which is made NaN."""
-    (tmp_path / "poisoned.py").write_text(POISONED_RANK)
-    (tmp_path / "run.yaml").write_text(to_yaml(tiny(training_log_every=5)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, tmp_path / "poisoned.py", tmp_path / "run.yaml", tmp_path / "run"],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    for rank in (0, 1):
-        assert f"rank {rank} stopped: step 3: the loss is not finite" in done.stdout
-    assert done.stdout.count("samples [21] at t = ") == 2

@@ -56,7 +56,8 @@ class Events:
 
     def close(self) -> None:
         """Close all writers."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written has been reported
+            self._file.close()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

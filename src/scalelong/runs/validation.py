@@ -23,7 +23,7 @@ MAX_CLASSES = 100_000  # of labels and class names
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "data.image_size": (1, 8192),
     "data.workers": (0, 1024),
-    "data.worker_timeout": (1e-3, 1e7),
+    "data.worker_timeout": (1, 1e7),
     "data.resident_mb": (0, 2**24),
     "model.patch_size": (1, 1024),
     "model.dim": (1, 2**16),
@@ -55,7 +55,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "training.sample_every": (0, _COUNT),
     "training.max_nonfinite": (0, _COUNT),
     "training.spike_factor": (1, 1e30),
-    "training.rank_timeout": (1e-3, 1e7),
+    "training.rank_timeout": (1, 1e7),
     "sampling.steps": (0, 10**6),
     "sampling.count": (1, 10**9),
     "sampling.guidance": (0, _FACTOR),

@@ -85,12 +85,12 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
     return tensors, _read_object(path / STATE)
 
 
-def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """The newest intact checkpoint, with a warning for each damaged one; None if there is none at all."""
+def load_newest(folder: Path, only: str = "") -> tuple[Path, Tensors, dict[str, Any]] | None:
+    """The newest intact checkpoint (or one group of it), with a warning for each damaged one; None if there is none."""
     damaged = []
     for path in reversed(steps_in(folder).values()):
         try:
-            return path, *load_checkpoint(path)
+            return path, *load_checkpoint(path, only)
         except (CheckpointError, OSError, ValueError) as error:
             damaged.append(str(error))
             logger.warning("checkpoint skipped: %s", error)

@@ -25,13 +25,13 @@ from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.errors import require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
-from scalelong.runs import CONFIG
+from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.runs.validation import short_lines
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.checkpoint import CheckpointError, load_checkpoint
+from scalelong.training.checkpoint import CheckpointError, load_checkpoint, load_newest
 from scalelong.training.condition import Condition
 from scalelong.training.step import DTYPES, autocast
 
@@ -123,16 +123,16 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
-    step = max(found) if step is None else step
-    tensors, state = load_checkpoint(found[step], only=weights)
-    shape, conditioning = image_shape(state.get("shape"), found[step]), Conditioning.from_state(state.get("condition"))
+    newest = load_newest(inside(folder, CHECKPOINTS), weights) if step is None else None
+    path, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
+    shape, conditioning = image_shape(state.get("shape"), path), Conditioning.from_state(state.get("condition"))
     model = build_model(config, shape, conditioning)
     try:
         model.load_state_dict(tensors[weights])
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{found[step]}: holds weights of another model ({short_lines(error)})") from error
-    channels, height, width = shape
-    return config, model, (channels, height, width), step, conditioning, state["data"], weights
+        raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
+    require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
+    return config, model, shape, state["step"], conditioning, str(state.get("data", "")), weights
 
 
 def image_shape(stored: Any, where: Path) -> Shape:
