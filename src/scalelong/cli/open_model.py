@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def _from_diffusers(folder: Path) -> nn.Module:
     check_manifest(folder)
     config = read_json(home, "config.json")
     name = config.get("_class_name") if isinstance(config, dict) else None
-    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
+    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
         raise ValueError(f"model: {home / 'config.json'}: diffusers has no model {short(name)}")
     if CONFIG_KEY in config and any(home.glob("*.safetensors")):

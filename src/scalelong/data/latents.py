@@ -164,7 +164,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         if (folder / PLAN).is_file():
             raise DataError(f"data.name: {folder}: the encoding is not finished; {_REMEDY} to continue")
         raise DataError(f"data.name: {folder}: not latents (no {INDEX}); check the path")
-    index = read_json(folder / INDEX, "encode again")
+    index: Any = read_json(folder / INDEX, "encode again")
     with reading(f"{folder / INDEX}: is damaged", "encode again"):
         if index.get("format") != FORMAT:
             raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
@@ -181,7 +181,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index["count"] != sum(shard["count"] for shard in index["shards"]):
             raise ValueError(f"{index['count']} items, but its shards have another number")
         str(index["annotations"]), index["autoencoder"]["sha256"], index["source"]["split"], index["source"]["name"]
-    return index
+    return dict(index)
 
 
 def index_digest(index: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from scalelong.failpoints import protected
 from scalelong.skips.long_skip import Call
 
-Given = ParamSpec("Given")
-Returned = TypeVar("Returned")
-Model = TypeVar("Model", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def as_call(example: Any) -> Call:
@@ -175,13 +173,11 @@ def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
     return [(table, table.copy()) for table in vars(module).values() if type(table) in (dict, OrderedDict, set)]
 
 
-def unchanged_on_error(
-    function: Callable[Concatenate[Model, Given], Returned],
-) -> Callable[Concatenate[Model, Given], Returned]:
+def unchanged_on_error(function: Function) -> Function:
     """Decorate a function of a model: if an error or Ctrl-C ends it, the model and all random states are as before."""
 
     @functools.wraps(function)
-    def guarded(model: Model, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
+    def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
         before = Snapshot(model) if isinstance(model, nn.Module) else None
         try:
             return function(model, *args, **kwargs)
@@ -190,4 +186,4 @@ def unchanged_on_error(
                 before.restore()
             raise
 
-    return guarded
+    return cast(Function, guarded)

@@ -261,7 +261,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for file in files:
         with naming_damage(file):
             weights |= {name.removeprefix("uvit."): value for name, value in load_file(file).items()}

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scalelong.errors import NoLongSkipsError
+from scalelong.errors import NoLongSkipsError as NoLongSkipsError
 from scalelong.skips.tracing.trace import Join, Node, Trace
 
 MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
