@@ -29,7 +29,7 @@ BAD: list[tuple[str, str]] = [  # what the error must name, and the YAML
     *(("model.channels", f"model: {{backbone: unet, channels: {value}}}") for value in ("[]", "[0, 32]", "[33]", "[-32]")),
     *(("model.channels", f"model: {{backbone: unet, channels: {value}}}") for value in ("[32.5]", "['--out', x]", [32] * 9)),
     *(("model.depth", f"model: {{depth: {value}}}") for value in ("1000000", "0", "-2", "3", "1.5", ".inf")),
-    *(("model.dim", f"model: {{dim: {value}}}") for value in ("0", "15", "10000000000")),
+    *(("model.dim", f"model: {{dim: {value}, heads: 1}}") for value in ("0", "15", "10000000000")),
     ("model.heads", "model: {heads: 3}"),
     ("model.patch_size", "model: {patch_size: 0}"),
     ("model.backbone", "model: {backbone: vit}"),

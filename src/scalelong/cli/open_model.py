@@ -129,7 +129,8 @@ def _from_diffusers(folder: Path) -> nn.Module:
         model: nn.Module = scalelong.from_pretrained(cls, home)
         return model
     config.pop(CONFIG_KEY, None)
-    return _small_or_meta(lambda: cls.from_config(config))
+    known: Any = cls
+    return _small_or_meta(lambda: known.from_config(config))
 
 
 def _small_or_meta(build: Callable[[], nn.Module]) -> nn.Module:
