@@ -296,10 +296,13 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
             return None  # a list of one number would pass for that number
         if isinstance(value, list) and not all(map(_is_plain_number, value)):
             return None  # text could pass for a flag
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, int) and abs(number) > 2**64 for number in numbers):
+            return None  # may have more digits than Python prints
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
     try:
         return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
-    except (SystemExit, ValueError):  # ValueError: a number of thousands of digits
+    except SystemExit:
         return None
 
 
