@@ -297,7 +297,7 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
         if isinstance(value, list) and not all(map(_is_plain_number, value)):
             return None  # text could pass for a flag
         numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, int) and abs(number) > 2**64 for number in numbers):
+        if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
             return None  # may have more digits than Python prints
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
     try:
