@@ -145,7 +145,7 @@ def runs(folder: Path, run: Path, marker: Path) -> int:
         copy = folder / "forged"
         shutil.copytree(run, copy)
         forged(copy, name, content)
-        attack(f"{name} ({number})", lambda copy=copy: load_run(copy), ScaleLongError)
+        attack(f"{name} ({number})", lambda copy=copy: load_run(copy, step=2), ScaleLongError)
         shutil.rmtree(copy)
     configs = [
         "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: [*c, *c]\n",
@@ -160,7 +160,7 @@ def runs(folder: Path, run: Path, marker: Path) -> int:
         copy = folder / "config"
         shutil.copytree(run, copy)
         (copy / "config.yaml").write_text(text)
-        attack(text[:40], lambda copy=copy: load_run(copy), ScaleLongError)
+        attack(text[:40], lambda copy=copy: load_run(copy, step=2), ScaleLongError)
         shutil.rmtree(copy)
     copy = folder / "upwards"
     shutil.copytree(run, copy)
