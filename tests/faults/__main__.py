@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalelong.failpoints import VARIABLE
-from tests.faults.harness import ROOT, Case, environment, kill_family, load_cases
+from tests.faults.harness import PATIENCE, ROOT, Case, environment, kill_family, load_cases
 
 RESULTS, PAGE = ROOT / "docs" / "faults.json", ROOT / "docs" / "faults.md"
 
@@ -38,14 +38,17 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         try:
-            output, _ = process.communicate(timeout=case.limit)
+            output, _ = process.communicate(timeout=case.limit * PATIENCE)
         except subprocess.TimeoutExpired:
             kill_family(process.pid)
             output = process.communicate()[0] + f"\nnot finished within {case.limit:g} s"
     seen = output.strip().splitlines()[-1] if output.strip() else ""
     found = {"passed": process.returncode == 0, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
-    if (process.returncode == 0) == bool(protection):  # not as it should be
-        print(f"--- case {case.number} {protection and protection + ' off'}\n{output}", flush=True)
+    as_expected = found["passed"] != bool(protection)
+    name = f"case {case.number}{protection and f', {protection} off'}"
+    print(f"{name}: {seen[:150] if as_expected else 'NOT AS EXPECTED'} ({found['seconds']} s)", flush=True)
+    if not as_expected:
+        print(output, flush=True)
     return found
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from scalelong.errors import StoppedError
-from tests.faults.harness import case, times, wait_until
+from tests.faults.harness import PATIENCE, case, times, wait_until
 from tests.faults.processes import launch, ranks_of, torchrun
 from tests.training.tiny import assert_same_run, newest, tiny
 
@@ -92,7 +92,7 @@ def signals(folder: Path, protect: bool) -> str:
     limit=180,
 )
 def workers(folder: Path, protect: bool) -> str:
-    config = tiny(training_steps=160, training_checkpoint_every=1000, data_worker_timeout=2.0, **STREAMED)
+    config = tiny(training_steps=160, training_checkpoint_every=1000, data_worker_timeout=2.0 * PATIENCE, **STREAMED)
     whole = folder / "whole"
     launch(whole, config).finish()
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
@@ -100,7 +100,7 @@ def workers(folder: Path, protect: bool) -> str:
         for step in (20, 60, 100)[: times(3, 1)]:
             run.wait_for_step(step)
             run.workers()[step % 2].send_signal(number)
-        run.finish()
+        run.finish(30)
         assert "starting another one at the same position" in run.log
         assert not run.orphans()
         assert_same_run(whole, run.folder)
@@ -158,7 +158,7 @@ def rank_killed(folder: Path, protect: bool) -> str:
     protections=["ranks.timeout"],
 )
 def rank_stopped(folder: Path, protect: bool) -> str:
-    config = tiny(training_steps=1000, training_checkpoint_every=20, training_rank_timeout=5.0)
+    config = tiny(training_steps=1000, training_checkpoint_every=20, training_rank_timeout=5.0 * PATIENCE)
     run = launch(folder / "run", config, ranks=2)
     run.wait_for_step(30)
     os.kill(run.pids[1], signal.SIGSTOP)

@@ -19,7 +19,7 @@ import torch
 
 from scalelong.cli.main import main
 from scalelong.runs.settings import RunConfig, to_yaml
-from tests.faults.harness import environment, family, wait_until
+from tests.faults.harness import PATIENCE, environment, family, wait_until
 
 Prepare = Callable[[], None]
 
@@ -95,7 +95,7 @@ class Launched:
 
     def orphans(self) -> list[psutil.Process]:
         """Of the processes noted, those that are still there after five seconds."""
-        return psutil.wait_procs(self.members, timeout=5)[1]
+        return psutil.wait_procs(self.members, timeout=5 * PATIENCE)[1]
 
     def kill(self) -> None:
         """kill -9 of all processes of the run."""
@@ -145,7 +145,7 @@ def launch(
 
 def torchrun(folder: Path, config: RunConfig, *options: str) -> Launched:
     """The same on two ranks by torchrun, as a user starts it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [*options, "-m", "scalelong.cli.main", *arguments(folder, config)]
     with folder.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, process_group=0)
@@ -162,7 +162,9 @@ def cold(folder: Path, config: RunConfig, points: str = "", out: Path | None = N
     """`scalelong train` as a new process: exit code, output, seconds and seconds of CPU."""
     command, started = [sys.executable, "-m", "scalelong.cli.main", *arguments(folder, config, out)], time.monotonic()
     before = os.times()
-    done = subprocess.run(command, env=environment(points), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment(points), capture_output=True, text=True, timeout=60 * PATIENCE, check=False
+    )
     cpu = sum(os.times()[2:4]) - sum(before[2:4])
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started, cpu
 

@@ -87,9 +87,8 @@ class Trainer:
             check_space(self.folder, count * size, f"{count} checkpoints need")
         self.ranks.barrier()
         self.objective = build_objective(config)
-        limit = data.resident_mb * 2**20
-        reading = {"workers": data.workers, "worker_timeout": data.worker_timeout, "resident_limit_bytes": limit}
-        self.loader = make_loader(self.source, training.seed, self.device, data.flip, **reading)
+        reading = (data.flip, data.workers, data.resident_mb * 2**20, data.worker_timeout)
+        self.loader = make_loader(self.source, training.seed, self.device, *reading)
         self.ema = EMA(self.model, training.ema_decay)
         ranks = self.ranks.num_processes
         self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition)

@@ -40,7 +40,8 @@ class Ranks:
         self._barriers, self._seen = 0, dict.fromkeys(range(self.num_processes), ("", time.monotonic()))
         if self.num_processes > 1:
             Ranks._runs += 1  # a run of its own names in the store
-            self._store = dist.PrefixStore(f"run {Ranks._runs}", dist.distributed_c10d._get_default_store())
+            store = dist.distributed_c10d._get_default_store()
+            self._store = dist.distributed_c10d.PrefixStore(f"run {Ranks._runs}", store)
             self._store.set(str(self.process_index), "0 0")
             threading.Thread(target=self._beat, daemon=True).start()
 
