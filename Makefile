@@ -7,7 +7,7 @@ PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: demo faults test test-slow test-portable lint docs browser clean help
+.PHONY: audit demo faults test test-slow test-portable lint docs browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -27,6 +27,9 @@ lint: $(STAMP)   ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed (pip-audit)
+	$(BIN)/pip-audit --local --skip-editable --progress-spinner off
 
 docs: $(STAMP)   ## build the site into site/
 	$(BIN)/mkdocs build --strict --quiet

@@ -194,7 +194,7 @@ def measures(run: Run) -> dict[str, Any]:
         "gradient_oscillation": mean(block_oscillations(run, "gradient").values()),
         "gradient_norm_spread": run.gradient_spread(),
         "final_loss": run.final_loss(),
-        "seconds": run.train[-1]["seconds"],
+        "seconds": run.column("train", "seconds")[1][-1],
     }
 
 

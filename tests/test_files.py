@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from scalelong.files import atomic_folder, atomic_write
+from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError
+from scalelong.files import (
+    atomic_folder,
+    atomic_write,
+    check_manifest,
+    inside,
+    open_inside,
+    read_json,
+    write_manifest,
+)
 
 
 def test_folder_appears_whole(tmp_path: Path) -> None:
@@ -75,3 +84,54 @@ def test_temporary_files_of_a_killed_process_are_removed_after_a_day(tmp_path: P
         pass
     assert not old.exists()
     assert young.exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a\\b", "a\0b"])
+def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsafePathError, match="is not the name of a file"):
+        inside(tmp_path, name)
+
+
+def test_links_and_pipes_inside_a_folder_are_not_opened(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    (run / "real").mkdir(parents=True)
+    (run / "link").symlink_to(victim)
+    (run / "folder").symlink_to(tmp_path)
+    os.mkfifo(run / "pipe")
+    for names in (("link",), ("folder", "victim")):
+        with pytest.raises(UnsafePathError, match="symbolic link"):
+            open_inside(run, *names, mode="a")
+    for name in ("pipe", "real"):
+        with pytest.raises((UnsafePathError, OSError)):
+            open_inside(run, name, mode="r")
+    with open_inside(run, "real", "new", mode="a") as file:
+        file.write("x")
+    assert (victim.read_text(), (run / "real" / "new").read_text()) == ("precious", "x")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "\x00"])
+def test_json_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DamagedFileError, match=r"a\.json: is not readable JSON"):
+        read_json(tmp_path, "a.json")
+
+
+def test_a_manifest_finds_what_changed_is_missing_or_was_added(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_text("a")
+    assert not check_manifest(tmp_path)
+    write_manifest(tmp_path)
+    assert check_manifest(tmp_path)
+    (tmp_path / "notes.txt").write_text("of people")
+    assert check_manifest(tmp_path)
+    (tmp_path / "sub" / "evil.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"evil\.py: is not listed"):
+        check_manifest(tmp_path)
+    (tmp_path / "sub" / "evil.py").unlink()
+    (tmp_path / "sub" / "a.txt").write_text("b")
+    with pytest.raises(CheckpointError, match=r"a\.txt: has another sha256"):
+        check_manifest(tmp_path)
+    (tmp_path / "sub" / "a.txt").unlink()
+    with pytest.raises(CheckpointError, match=r"a\.txt: is missing"):
+        check_manifest(tmp_path)

@@ -1,24 +1,33 @@
-"""Atomic writes: a file or folder appears under its name complete, or not at all."""
+"""Files: written atomically, opened without leaving their folder, and verified by a manifest of hashes.
+
+A file or folder appears under its name complete, or not at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError
 from scalelong.failpoints import failpoint, protected
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"  # the files of a checkpoint, save or export, and their hashes
+_LARGEST_JSON = 2**28  # bytes
+_CHECKED = frozenset({".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz"})
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -75,6 +84,103 @@ def atomic_folder(home: Path) -> Iterator[Path]:
         fsync(home.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------- inside a run's folder
+
+
+def inside(folder: Path, *names: str) -> Path:
+    """folder/name/...; refused if a name leads out of the folder, or a symbolic link is on the way.
+
+    >>> inside(Path("run"), "checkpoints", "../../other")
+    Traceback (most recent call last):
+    scalelong.errors.UnsafePathError: '../../other' is not the name of a file in run/checkpoints; ...
+    """
+    path = Path(folder)
+    if not protected("files.inside"):
+        return path.joinpath(*names)
+    for name in names:
+        if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
+            raise UnsafePathError(f"{name!r} is not the name of a file in {path}; names with / or .. are refused")
+        path = path / name
+        if path.is_symlink():
+            raise UnsafePathError(
+                f"{path}: is a symbolic link, which may lead out of {folder}; put the file itself there"
+            )
+    return path
+
+
+def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
+    """Open a regular file of a folder, see `inside`; everything that reads or appends to a run's folder uses this."""
+    path = inside(folder, *names)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(
+            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+        )  # nonblocking: a pipe is refused, not awaited
+
+    binary = "b" in mode
+    file = open(path, mode, encoding=None if binary else "utf-8", errors=None if binary else "replace", opener=opener)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UnsafePathError(f"{path}: is not a regular file; remove it")
+    return file
+
+
+def read_json(folder: Path, *names: str) -> Any:
+    """The content of a JSON file of a folder; a DamagedFileError that names it if it is none."""
+    path = inside(folder, *names)
+    try:
+        with open_inside(folder, *names, mode="rb") as file:
+            content = file.read(_LARGEST_JSON + 1)
+        if len(content) > _LARGEST_JSON:
+            raise ValueError(f"more than {_LARGEST_JSON:,} bytes")
+        return json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, (FileNotFoundError, UnsafePathError)):
+            raise
+        reason = "empty" if path.is_file() and not path.stat().st_size else str(error).partition("\n")[0]
+        raise DamagedFileError(f"{path}: is not readable JSON ({reason}); restore it") from error
+
+
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Turn what safetensors raises for a damaged file into a DamagedFileError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        reason = str(error).partition("\n")[0]
+        raise DamagedFileError(f"{path}: is not a whole safetensors file ({reason}); restore it") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- hashes
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the sha256 of every file below `folder` into its manifest.json."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    hashes = {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+    write_text(folder / MANIFEST, json.dumps(hashes, indent=1) + "\n")
+
+
+def check_manifest(folder: Path) -> bool:
+    """Raise a CheckpointError that names the first file that differs from the manifest; False if there is none."""
+    if not os.path.lexists(folder / MANIFEST) or not protected("files.manifest"):
+        return False  # written by an older version
+    hashes = read_json(folder, MANIFEST)
+    if not isinstance(hashes, dict) or not hashes or not all(isinstance(value, str) for value in hashes.values()):
+        raise CheckpointError(f"{folder / MANIFEST}: is damaged (no table of hashes); restore it")
+    for name, digest in hashes.items():
+        path = inside(folder, *name.split("/"))
+        if not path.is_file() or file_digest(path) != digest:
+            what = "has another sha256 than" if path.is_file() else "is missing, but is listed in"
+            raise CheckpointError(f"{path}: {what} {MANIFEST}; it was damaged or changed, restore it")
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _CHECKED and path.relative_to(folder).as_posix() not in hashes:
+            raise CheckpointError(f"{path}: is not listed in {MANIFEST}; code or weights were added, remove them")
+    return True
 
 
 def fsync(path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_centre_is_cropped_and_resized(celeba: Path) -> None:
 
 
 def test_splits_follow_the_partition_file(celeba: Path) -> None:
-    first = [load_source(f"celeba:{celeba}", split=split).where(0)[-10:] for split in ("train", "val", "test")]  # type: ignore[attr-defined]
+    first = [load_source(f"celeba:{celeba}", split=split).files[0] for split in ("train", "val", "test")]  # type: ignore[attr-defined]
     assert first == ["000001.png", "000003.png", "000005.png"]
     with pytest.raises(DataError, match="CelebA has train, val, test, not 'dev'"):
         load_source(f"celeba:{celeba}", split="dev")

@@ -143,7 +143,7 @@ def test_patterns(tmp_path: Path) -> None:
 
 
 def test_threads_share_few_open_files(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webdataset, "_mapped", lru_cache(maxsize=1)(webdataset._mapped.__wrapped__))
+    monkeypatch.setattr(webdataset, "_opened", lru_cache(maxsize=1)(webdataset._opened.__wrapped__))
     source = pickle.loads(pickle.dumps(load_source(name_of(shards), root=tmp_path / "cache")))
     items = [0, 4, 8, 1, 5, 9] * 20
     for item, image in zip(items, threaded(source.read, items), strict=True):

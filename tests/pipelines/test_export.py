@@ -315,6 +315,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         load_run(out, weights="model")
     description = json.loads((out / "scalelong_run.json").read_text())
     (out / "scalelong_run.json").write_text(json.dumps({"step": description["step"]}))
+    with pytest.raises(CheckpointError, match=r"scalelong_run\.json: has another sha256"):
+        load_run(out)
+    (out / "manifest.json").unlink()  # as in exports of older versions
     with pytest.raises(CheckpointError, match="is damaged"):
         load_run(out)
 

@@ -31,7 +31,9 @@ def write_run(
     **changes: Any,
 ) -> Path:
     """A run that recorded these losses every `every` steps."""
-    config = tiny(scaling_method=method, training_seed=seed, **{"training_steps": every * len(losses)} | changes)
+    config = tiny(
+        scaling_method=method, training_seed=seed, **{"training_steps": max(1, every * len(losses))} | changes
+    )
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     start = {"step": 0, "kind": "start", "command": f"scalelong train {folder.name}", "device": "cpu", "torch": "2"}

@@ -36,7 +36,7 @@ def test_a_record_after_an_incomplete_line_is_read(tmp_path) -> None:
 def test_records_after_a_step_and_an_incomplete_line_are_removed(tmp_path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    cut_after(path, 2)
+    cut_after(tmp_path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 

@@ -29,7 +29,7 @@ def test_presets_are_the_columns_of_table_6(name: str) -> None:
 
 def test_every_kind_of_value_survives_yaml(tmp_path) -> None:
     changes = {"data_image_size": 8, "data_root": "--odd name", "training_wandb_project": "none", "scaling_start": 0.25,
-               "model_channels": (), "sampling_guidance_interval": (-0.5, 3.0)}  # fmt: skip
+               "model_channels": (8,), "sampling_guidance_interval": (0.5, 3.0)}  # fmt: skip
     (tmp_path / "config.yaml").write_text(to_yaml(tiny(**changes)))
     assert from_yaml(tmp_path / "config.yaml") == tiny(**changes)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import scalelong
+from scalelong.errors import CheckpointError, DamagedFileError
+from scalelong.files import file_digest
 from tests.families import FAMILIES, assert_close, assert_same_weights, build, output
 from tests.standins import TutorialUNet, image
 
@@ -23,10 +26,19 @@ def saved(tmp_path):
     return scalelong.save(model, tmp_path / "model")
 
 
+def as_before_hashes(folder: Path) -> None:
+    """Make it a folder of an older version, without hashes."""
+    stored = json.loads((folder / "scalelong.json").read_text())
+    del stored["sha256"]
+    (folder / "scalelong.json").write_text(json.dumps(stored))
+
+
 def test_nothing_but_the_two_files_is_written(saved) -> None:
     assert sorted(file.name for file in saved.iterdir()) == ["model.safetensors", "scalelong.json"]
     stored = json.loads((saved / "scalelong.json").read_text())
+    hashes = stored.pop("sha256")
     assert stored == {"method": "cs", "options": {"kappa": 0.6, "allow_amplify": False}, "num_skips": 6}
+    assert hashes["model.safetensors"] == file_digest(saved / "model.safetensors")
 
 
 def test_another_number_of_skips_is_refused(saved) -> None:
@@ -48,7 +60,10 @@ def test_damaged_weights_leave_the_model_unscaled(saved) -> None:
     other = build(UNET, seed=2)
     before = output(other, UNET.inputs())
     (saved / "model.safetensors").write_bytes(b"not a tensor file")
-    with pytest.raises(Exception, match="header"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has another sha256"):
+        scalelong.load(other, saved)
+    as_before_hashes(saved)
+    with pytest.raises(DamagedFileError, match=r"model\.safetensors: is not a whole safetensors file"):
         scalelong.load(other, saved)
     assert "scalelong" not in other._modules
     assert torch.equal(output(other, UNET.inputs()), before)
@@ -75,6 +90,7 @@ def test_weights_that_do_not_fit_change_nothing(saved, change, message: str, sca
         scalelong.apply(other, "cs", kappa=0.6)
     before = copy.deepcopy(other.state_dict())
     save_file(change(load_file(saved / "model.safetensors")), saved / "model.safetensors")
+    as_before_hashes(saved)
     with pytest.raises(ValueError, match=message):
         scalelong.load(other, saved)
     assert list(other.state_dict()) == list(before)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from scalelong import __version__
-from scalelong.errors import StoppedError, unknown_name
+from scalelong.errors import StoppedError, one_line, unknown_name
 
 VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
@@ -27,8 +27,6 @@ VERBS = {
     "theory": "check the paper's theorems numerically",
     "doctor": "report what this machine and this installation can do",
 }
-
-EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # printed as one line
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
 USAGE = f"usage: scalelong VERB [options]\n\n{_LIST}\n\nscalelong VERB --help lists the options of a verb."
@@ -59,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedError as stopped:
         print(stopped, end="\n" if str(stopped) else "")
         return StoppedError.code
-    except EXPECTED as error:
-        if os.environ.get("SCALELONG_DEBUG"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if os.environ.get("SCALELONG_DEBUG"):
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import scalelong
 from scalelong.data.base import find_source
-from scalelong.errors import unknown_name
+from scalelong.errors import short, unknown_name
+from scalelong.files import check_manifest, read_json
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
 from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
@@ -118,15 +119,18 @@ def _from_diffusers(folder: Path) -> nn.Module:
     home = next((path for path in candidates if (path / "config.json").is_file()), None)
     if home is None:
         raise ValueError(f"model: {folder} has no config.json, there or in {', '.join(COMPONENTS)}, and no config.yaml")
-    config = json.loads((home / "config.json").read_text())
-    cls = getattr(diffusers, config.get("_class_name", ""), None)
-    if cls is None:
-        raise ValueError(f"model: {home / 'config.json'}: diffusers has no class {config.get('_class_name')!r}")
+    check_manifest(folder)
+    config = read_json(home, "config.json")
+    name = config.get("_class_name") if isinstance(config, dict) else None
+    cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        raise ValueError(f"model: {home / 'config.json'}: diffusers has no model {short(name)}")
     if CONFIG_KEY in config and any(home.glob("*.safetensors")):
         model: nn.Module = scalelong.from_pretrained(cls, home)
         return model
     config.pop(CONFIG_KEY, None)
-    return _small_or_meta(lambda: cls.from_config(config))
+    known: Any = cls
+    return _small_or_meta(lambda: known.from_config(config))
 
 
 def _small_or_meta(build: Callable[[], nn.Module]) -> nn.Module:

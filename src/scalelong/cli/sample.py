@@ -20,6 +20,7 @@ import tyro
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
 from scalelong.evaluation.evaluate import load_condition, load_training_data
+from scalelong.files import atomic_write, inside
 from scalelong.runs import SAMPLES
 from scalelong.training import load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
@@ -53,13 +54,13 @@ def main(arguments: list[str]) -> None:
         condition = load_condition(run, load_training_data(run))
     indices = range(command.first, command.first + command.sampling.count)
     images = run.sample(command.sampling, condition, indices=indices, seed=command.seed)
-    out = Path(command.out or run.folder / SAMPLES / f"seed{command.seed}")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = Path(command.out or inside(run.folder, SAMPLES, f"seed{command.seed}"))
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
     arrays: dict[str, Any] = {"images": images.permute(0, 2, 3, 1).numpy()}
     if condition.name == "class_labels":
         arrays["labels"] = condition.for_samples(torch.tensor(indices))["class_labels"].cpu().numpy()
     if command.prompt:
         arrays["prompts"] = np.array([command.prompt[i % len(command.prompt)] for i in indices])
-    np.savez_compressed(out.with_name(f"{out.name}.npz"), **arrays)
+    with atomic_write(out.with_name(f"{out.name}.npz")) as file:
+        np.savez_compressed(file, **arrays)
     print(f"{len(images)} images of step {run.step} ({command.weights}): {out}.png, {out}.npz")

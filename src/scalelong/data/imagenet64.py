@@ -19,6 +19,7 @@ from scalelong.data.base import DataError, Request, Source, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.folder import FolderSource
 from scalelong.data.images import gather_rows, resize_all
+from scalelong.failpoints import protected
 from scalelong.files import atomic_write
 
 SIZE = 64
@@ -77,8 +78,10 @@ def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
     unpacked = cache / f"{file.stem}-{key}.npy"
     with reading(f"{file}: not a whole npz file", "download it again"):
         if not unpacked.is_file():
-            with zipfile.ZipFile(file) as archive, archive.open("data.npy") as member, atomic_write(unpacked) as out:
-                shutil.copyfileobj(member, out, 1 << 20)
+            with zipfile.ZipFile(file) as archive:
+                _check_sizes(archive, file)
+                with archive.open("data.npy") as member, atomic_write(unpacked) as out:
+                    shutil.copyfileobj(member, out, 1 << 20)
         data: np.ndarray[Any, Any] = np.load(unpacked, mmap_mode="r", allow_pickle=False)
     if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
         expected = f"expected uint8 (n, {3 * SIZE * SIZE}); take the {SIZE} x {SIZE} version in npz format"
@@ -86,9 +89,19 @@ def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
     return data
 
 
+def _check_sizes(archive: zipfile.ZipFile, file: Path) -> None:
+    """Refuse a file of kilobytes that unpacks to gigabytes; images hardly shrink."""
+    for member in archive.infolist():
+        bound = 2**24 if member.filename == "labels.npy" else max(2**26, 20 * member.compress_size)
+        if member.file_size > bound and protected("data.limits"):
+            sizes = f"{member.compress_size:,} bytes unpack to {member.file_size:,}"
+            raise DataError(f"{file}: {member.filename}: {sizes}, which no images do; download it again")
+
+
 def _labels(file: Path, count: int) -> Tensor:
     """(n,) labels from 0; the file counts from 1."""
     with reading(f"{file}: not a whole npz file", "download it again"), np.load(file, allow_pickle=False) as arrays:
+        _check_sizes(arrays.zip, file)
         labels = np.asarray(arrays["labels"]).astype(np.int64).reshape(-1)
     if len(labels) != count:
         raise DataError(f"{file}: {len(labels)} labels for {count} images; download it again")

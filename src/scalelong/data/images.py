@@ -15,10 +15,15 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from scalelong.data.base import DataError, MemorySource, Source, hashed_items
+from scalelong.data.base import DataError, MemorySource, Source, hashed_items, reading
+from scalelong.errors import require_memory
+from scalelong.failpoints import protected
+from scalelong.files import atomic_write
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # of those files; others (EPS) would run programs
+MAX_PIXELS = 2**25  # of one image; a file of kilobytes can unpack to gigabytes
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
@@ -37,7 +42,9 @@ def on_white(image: Image.Image) -> Image.Image:
 def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     """Decode a whole image, upright, as RGB; `where` names it in errors."""
     try:
-        with Image.open(file) as image:
+        with Image.open(file, formats=FORMATS) as image:
+            if (pixels := image.width * image.height) > MAX_PIXELS and protected("data.limits"):
+                raise DataError(f"{where}: {pixels:,} pixels, more than {MAX_PIXELS:,}; resize or delete it")
             if image.mode not in _EIGHT_BIT_MODES:
                 raise DataError(f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode}; convert it")
             image.load()
@@ -84,6 +91,8 @@ def resized(source: MemorySource, size: int | None) -> MemorySource:
     """The same source with images of size x size; None keeps them."""
     if size is None or size == source.shape[-1]:
         return source
+    count, channels = source.images.shape[:2]
+    require_memory(f"data.image_size: {size}", count * channels * size * size, f"{count:,} images need")
     images = resize_all(source.images, size)
     return MemorySource(source.name, images, source.labels, source.class_names, source.captions)
 
@@ -118,13 +127,16 @@ class PictureSource(Source):
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
 
     def _fitted(self, item: int) -> Image.Image:
-        image = self.open(item)
+        try:
+            image = self.open(item)
+        except DataError as error:
+            raise DataError(f"{error} (item {item})") from error
         if self.image_size is not None:
             return fit(image, self.image_size)
         _, height, width = self.shape
         if image.size != (width, height):
             sizes = f"{image.size[0]} x {image.size[1]} pixels, but the first one has {width} x {height}"
-            raise DataError(f"{self.where(item)}: {sizes}; set data.image_size to crop and resize all")
+            raise DataError(f"{self.where(item)}: {sizes}; set data.image_size to crop and resize all (item {item})")
         return image
 
 
@@ -148,8 +160,9 @@ class FileSource(PictureSource):
 
     def _contents(self) -> Iterator[bytes]:
         """Each file's name and size, and the bytes of some files."""
-        for name in self.files:
-            yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
+        for item, name in enumerate(self.files):
+            with reading(f"{self.where(item)}: cannot be read", "restore it or remove the link to it"):
+                yield f"{name}\0{(self.folder / name).stat().st_size}\n".encode()
         for item in hashed_items(len(self)):
             yield (self.folder / self.files[item]).read_bytes()
 
@@ -163,8 +176,9 @@ def save_grid(images: Tensor, path: Path, columns: int | None = None) -> None:
         top, left = (i // columns) * (height + 1), (i % columns) * (width + 1)
         sheet[top : top + height, left : left + width] = image
     picture = Image.fromarray(sheet[:, :, 0] if channels == 1 else sheet)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST).save(path)
+    enlarged = ImageOps.scale(picture, max(1, round(512 / picture.width)), Image.Resampling.NEAREST)
+    with atomic_write(path) as file:
+        enlarged.save(file, "PNG")
 
 
 def gather_rows(shard: Callable[[int], Any], starts: Sequence[int], items: Sequence[int], out: Any) -> Tensor:

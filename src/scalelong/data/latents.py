@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -30,7 +31,9 @@ from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data.base import DataError, Device, Request, Source, load_source, reading, register, threaded, to_float
 from scalelong.data.download import Expected, bad_files, read_json
 from scalelong.data.images import gather_rows
-from scalelong.files import atomic_write, file_digest, write_text
+from scalelong.errors import require_number
+from scalelong.failpoints import protected
+from scalelong.files import atomic_write, file_digest, inside, open_inside, write_text
 from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
@@ -50,10 +53,25 @@ def _check(request: Request) -> list[DataError]:
     folder = Path(request.path).expanduser()
     try:
         index = read_index(folder)
+    except DataError as error:
+        return [error]
+    problems = check_latents(folder, index)
+    try:
         latent_autoencoder(folder, index)
-    except (DataError, FileNotFoundError) as error:
-        return [DataError(str(error))]
-    return check_latents(folder, index)
+    except (ValueError, OSError) as error:
+        problems.append(DataError(str(error)))
+    if problems:
+        return problems
+    try:
+        source = LatentSource(request)
+    except DataError as error:
+        return [error]
+    for item in range(len(source)):
+        try:
+            source.read(item)
+        except DataError as error:
+            problems.append(error)
+    return problems
 
 
 @register("latents:PATH", "latents of an autoencoder, written by `scalelong data encode`", check=_check)
@@ -72,11 +90,18 @@ class LatentSource(Source):
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
         if problems:
             raise problems[0]
-        notes = json.loads((self.folder / ANNOTATIONS).read_text())
-        self.captions = notes["captions"]
-        self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
-        if notes["labels"] is not None:
-            self.set_labels(torch.tensor(notes["labels"]), notes["class_names"])
+        with reading(f"{self.folder / ANNOTATIONS}: is damaged", "encode again"):
+            notes = read_json(self.folder / ANNOTATIONS, "encode again")
+            self.captions = notes["captions"]
+            self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
+            labels = None if notes["labels"] is None else torch.tensor(notes["labels"])
+            for what, count in (("labels", labels), ("caption_counts", self.caption_counts)):
+                if count is not None and len(count) != len(self):
+                    raise DataError(
+                        f"{self.folder / ANNOTATIONS}: {len(count)} {what} for {len(self)} items; encode again"
+                    )
+            if labels is not None:
+                self.set_labels(labels, notes["class_names"], str(self.folder / ANNOTATIONS))
         channels, height, width = self.index["shape"]
         self.shape = (channels, height, width)
         self._starts = list(accumulate((shard["count"] for shard in self.index["shards"]), initial=0))
@@ -97,7 +122,16 @@ class LatentSource(Source):
 
     def read_many(self, items: Sequence[int]) -> Tensor:
         rows = np.empty((len(items), *self.stored[0]), dtype=np.float32)
-        return gather_rows(self._shard, self._starts, items, rows)
+        found = gather_rows(self._shard, self._starts, items, rows)
+        finite = found.flatten(1).isfinite().all(dim=1)
+        if not finite.all() and protected("data.finite"):
+            item = items[int((~finite).nonzero()[0])]
+            raise DataError(f"{self.where(item)}: the latents are not finite; {_REMEDY}")
+        return found
+
+    def where(self, item: int) -> str:
+        shard = bisect_right(self._starts, item) - 1
+        return f"{self.folder / self.index['shards'][shard]['file']} row {item - self._starts[shard]} (item {item})"
 
     def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:
         """(B, C, h, w) sampled from the distribution of the image or, where mirrored, of its mirror image."""
@@ -130,10 +164,24 @@ def read_index(folder: Path) -> dict[str, Any]:
         if (folder / PLAN).is_file():
             raise DataError(f"data.name: {folder}: the encoding is not finished; {_REMEDY} to continue")
         raise DataError(f"data.name: {folder}: not latents (no {INDEX}); check the path")
-    index: dict[str, Any] = read_json(folder / INDEX, "encode again")
-    if index.get("format") != FORMAT:
-        raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
-    return index
+    index: Any = read_json(folder / INDEX, "encode again")
+    with reading(f"{folder / INDEX}: is damaged", "encode again"):
+        if index.get("format") != FORMAT:
+            raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
+        for shard in index["shards"]:
+            inside(folder, shard["file"])
+            require_number("count", shard["count"], 1, 10**9, whole=True)
+            require_number("bytes", shard["bytes"], 1, 10**15, whole=True)
+        for value in (*index["shape"], *index["pixels"]):
+            require_number("shape", value, 1, 2**16, whole=True)
+        for key in ("scale", "shift"):
+            require_number(key, index[key], -1e6, 1e6)
+        if not index["scale"] or len(index["shape"]) != 3 or len(index["pixels"]) != 3:
+            raise ValueError("scale, shape or pixels")
+        if index["count"] != sum(shard["count"] for shard in index["shards"]):
+            raise ValueError(f"{index['count']} items, but its shards have another number")
+        str(index["annotations"]), index["autoencoder"]["sha256"], index["source"]["split"], index["source"]["name"]
+    return dict(index)
 
 
 def index_digest(index: Mapping[str, Any]) -> str:
@@ -227,7 +275,7 @@ def _locked(folder: Path) -> Iterator[None]:
     names = {path.name for path in folder.iterdir()} - {LOCK}
     if names and names.isdisjoint({PLAN, INDEX}):
         raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
-    with (folder / LOCK).open("w") as handle:
+    with open_inside(folder, LOCK, mode="a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -140,11 +140,11 @@ def _load(where: str, name: str) -> tuple[Any, Any, int]:
     except ImportError as error:
         raise ImportError("condition.encoder: text needs transformers; pip install 'scalelong[text]'") from error
     with reading(f"condition.encoder: {name!r} could not be loaded", "use minilm, a hub name or a folder"):
-        config = AutoConfig.from_pretrained(where)
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         half = AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel  # the encoder half of T5
         kind = CLIPTextModel if config.model_type.startswith("clip") else half
-        model = kind.from_pretrained(where, use_safetensors=True)
+        model = kind.from_pretrained(where, use_safetensors=True, trust_remote_code=False)
     longest = tokenizer.model_max_length
     return tokenizer, model, min(longest, getattr(model.config, "max_position_embeddings", longest))
 

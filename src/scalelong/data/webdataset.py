@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
+import os
 import re
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,9 +29,13 @@ from tqdm import tqdm
 from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
+from scalelong.failpoints import protected
 from scalelong.files import write_text
 
+logger = logging.getLogger(__name__)
+
 _INDEX_VERSION = 3
+_LONGEST = 2**20  # bytes of a caption or description
 _TEXTS = frozenset({"txt", "text", "caption"})
 
 Sample = dict[str, Any]  # key, offset, size, label, caption
@@ -70,9 +77,14 @@ class WebDatasetSource(PictureSource):
 
     def _content(self, item: int) -> bytes:
         home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
-        content = _mapped(self.shards[home], self._versions[home])[start : start + size].tobytes()
+        with reading(f"{self.where(item)}: cannot be read", "get the shard again"):
+            file = _opened(self.shards[home], os.getpid()).fileno()
+            content = os.pread(file, size, start)  # not mapped: a file cut short would end the process
+            changed = os.fstat(file).st_mtime_ns != self._versions[home]
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
+        if changed:
+            raise DataError(f"{self.where(item)}: the shard changed since it was indexed; run the same command again")
         return content
 
     def _all_or_none(self, values: list[Any], what: str) -> list[Any] | None:
@@ -89,9 +101,9 @@ class WebDatasetSource(PictureSource):
             yield self._content(item)
 
 
-@lru_cache(maxsize=128)  # each map holds an open file
-def _mapped(shard: Path, version: int) -> np.memmap[Any, np.dtype[np.uint8]]:  # noqa: ARG001 (a changed file is mapped anew)
-    return np.memmap(shard, np.uint8, mode="r")
+@lru_cache(maxsize=128)
+def _opened(shard: Path, process: int) -> IO[bytes]:  # noqa: ARG001 (each worker opens the files itself)
+    return shard.open("rb")
 
 
 def expand(pattern: str) -> list[Path]:
@@ -123,9 +135,24 @@ def shard_index(shard: Path, cache: Path) -> list[Sample]:
     status = shard.stat()
     identity = f"{_INDEX_VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
     kept = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
-    if not kept.is_file():
-        write_text(kept, json.dumps(_scan(shard)))
-    samples: list[Sample] = json.loads(kept.read_text())
+    if kept.is_file():
+        with suppress(DataError), reading(f"{kept}: is damaged", "made again"):
+            return _checked_index(json.loads(kept.read_text()), status.st_size)
+        logger.warning("%s: the index of %s is damaged; it is made again", kept, shard)
+    samples = _scan(shard)
+    write_text(kept, json.dumps(samples))
+    return _checked_index(samples, status.st_size)
+
+
+def _checked_index(samples: Any, size: int) -> list[Sample]:
+    """The samples, if each has the form that `_scan` gives it and lies within the shard."""
+    if not isinstance(samples, list) or not samples:
+        raise ValueError("no samples")
+    for sample in samples:
+        label, caption = sample["label"], sample["caption"]
+        sound = 0 < sample["offset"] <= sample["offset"] + sample["size"] <= size and isinstance(sample["key"], str)
+        if not sound or not isinstance(label, int | None) or not isinstance(caption, str | None):
+            raise ValueError(f"sample {sample!r}")
     return samples
 
 
@@ -164,6 +191,8 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
         return
     if extension not in (*_TEXTS, "cls", "json"):
         return
+    if member.size > _LONGEST and protected("data.limits"):
+        raise DataError(f"{shard}: {member.name} has {member.size:,} bytes of text; make the shard again")
     content = archive.extractfile(member)
     assert content is not None
     text = content.read().decode("utf-8", errors="replace").strip()
@@ -174,7 +203,7 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
         fields = found if isinstance(found, dict) else {}
     caption = next((fields[name] for name in ("caption", "text") if isinstance(fields.get(name), str)), None)
     label = next((str(fields[name]) for name in ("label", "cls") if fields.get(name) is not None), None)
-    if label is not None and not label.isdigit():
+    if label is not None and not (label.isascii() and label.isdecimal() and len(label) < 10):
         raise DataError(f"{where}: the class must be a whole number from 0, got {label[:40]!r}; make the shard again")
     for name, value in (("caption", caption), ("label", None if label is None else int(label))):
         if value is not None and (sample[name] is None or extension != "json"):

@@ -9,10 +9,9 @@ Shapes: B images; x is (B, ...); n steps; alpha and sigma are (n + 1,), noisiest
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from scalelong.diffusion.objective import Network, Objective
 from scalelong.diffusion.process import DDPM, ContinuousVP, Process
 from scalelong.errors import require, unknown_name
 from scalelong.random import normal
-from scalelong.runs.settings import SamplingPrecision, SamplingSettings
+from scalelong.runs.settings import SamplingSettings
+from scalelong.runs.validation import check_values
 
 Start = tuple[int, Tensor, Sequence[int]]  # (seed, index (B,), shape of one image)
 
@@ -140,19 +140,14 @@ def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSe
     >>> resolve_sampling(SamplingSettings("heun"), VPSDE()).steps
     18
     """
+    check_values("sampling", settings)
     name = settings.sampler or ("heun" if process.name == "edm" else "dpm++2m")
-    guidance, (low, high) = settings.guidance, settings.guidance_interval
+    low, high = settings.guidance_interval
     if name not in SAMPLERS:
         raise unknown_name("sampling.sampler", name, SAMPLERS)
     if name == "euler_maruyama" and not isinstance(process, ContinuousVP):
         raise ValueError(f"sampling.sampler: {name} needs continuous time (vp, cosine), got {process.name!r}; use ddpm")
-    require(settings.steps >= 0, "sampling.steps", "at least 1, or 0 for the sampler's default", settings.steps)
-    require(settings.count >= 1, "sampling.count", "at least 1", settings.count)
-    require(settings.batch_size >= 1, "sampling.batch_size", "at least 1", settings.batch_size)
-    require(math.isfinite(guidance) and guidance >= 0, "sampling.guidance", "at least 0 (1: none)", guidance)
-    require(0 <= low < high, "sampling.guidance_interval", "0 <= low < high", (low, high))
-    if settings.precision not in get_args(SamplingPrecision):
-        raise unknown_name("sampling.precision", settings.precision, get_args(SamplingPrecision))
+    require(low < high, "sampling.guidance_interval", "0 <= low < high", (low, high))
     usual = min(SAMPLERS[name].steps, process.num_steps) if isinstance(process, DDPM) else SAMPLERS[name].steps
     return dataclasses.replace(settings, sampler=name, steps=settings.steps or usual)
 

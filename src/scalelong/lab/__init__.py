@@ -22,7 +22,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scalelong.files import write_text
+from scalelong.files import atomic_write, write_text
 
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
 
@@ -114,7 +114,8 @@ def draw(study: Study, folder: Path) -> Path:
     """Write the figure of a study and return its path."""
     path = folder / f"{study.name}.png"
     figure: Figure = importlib.import_module(f"scalelong.lab.{study.name}").figure(study.data)
-    figure.savefig(path, dpi=90)
+    with atomic_write(path) as file:
+        figure.savefig(file, dpi=90)
     return path
 
 

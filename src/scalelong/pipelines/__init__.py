@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from scalelong.data.latents import decoder
 from scalelong.data.text import TextEncoder
 from scalelong.diffusion import DDPM, EDM, Objective, resolve_sampling
 from scalelong.diffusion.process import LAST_TIME, TIME_SCALE, ContinuousVP, Process
-from scalelong.files import atomic_folder, write_text
+from scalelong.files import atomic_folder, write_manifest, write_text
 from scalelong.pipelines import pipeline, uvit_model
 from scalelong.pipelines.uvit_model import UViTModel
 from scalelong.report import read_run
@@ -73,7 +72,7 @@ def export_weights(run: TrainedRun, folder: str | Path) -> Path:
     """Write the weights for `scalelong.load` with their configuration and a model card; returns the folder."""
     card = model_card(read_run(run.folder), run.step, run.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, folder)
-    shutil.copy(run.folder / CONFIG, out / CONFIG)
+    write_text(out / CONFIG, to_yaml(run.config))
     write_text(out / "README.md", card)
     return out
 
@@ -124,6 +123,7 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
         (stage / "README.md").write_text(card)
         if not plain:
             (stage / "pipeline.py").write_text(inspect.getsource(pipeline))
+        write_manifest(stage)
     return Exported(folder, plain, needs_us)
 
 

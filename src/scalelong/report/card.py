@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
+from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import Measurement, Run
 from scalelong.runs.settings import Conditioning
@@ -36,20 +40,31 @@ def pipeline_card(run: Run, step: int, weights: str) -> str:
     return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
 
 
+def plain(value: Any) -> Any:
+    """A value as text on one line that Markdown and HTML show as it is; what is Markup already stays.
+
+    >>> plain("<b>*cs*</b>")
+    '&lt;b&gt;\\\\*cs\\\\*&lt;/b&gt;'
+    """
+    if isinstance(value, Markup) or not protected("report.escape"):
+        return value
+    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*\[\]|!])", r"\\\1", text)
+
+
 def _card(run: Run, step: int, weights: str, loading: str) -> str:
-    options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
+    options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined, "finalize": plain}
     environment = Environment(loader=PackageLoader("scalelong.report"), **options)  # type: ignore[arg-type]
     measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
-    kappa = next((record.get("kappa") for record in reversed(run.train) if record["step"] <= step), None)
     return environment.get_template("card.md").render(
         config=run.config,
         step=step,
         weights=weights,
         options=[f"{key} = {value}" for key, value in run.config.scaling.options().items() if key != "allow_amplify"],
-        kappa=[f"{value:.3g}" for value in kappa or ()],
+        kappa=[f"{value:.3g}" for value in run.coefficients(step)],
         device=run.start[-1].get("device", "unknown") if run.start else "unknown",
         quality=[*map(_quality, measured)],
-        loading=loading,
+        loading=Markup(loading),  # our own text and the names of our settings
     )
 
 
@@ -58,4 +73,4 @@ def _quality(measurement: Measurement) -> str:
     images = f"{metric.n:,} images of seed {'?' if measurement.seed is None else measurement.seed}"
     sampled = f"{how.sampler or '?'} with {how.steps or '?'} steps in {how.precision}"
     guided = f", guidance {how.guidance:g}" if how.guidance != 1 else ""
-    return f"- {metric.name} = {measurement.value:.3f} ({images}, {sampled}{guided}, extractor {metric.extractor})"
+    return f"{metric.name} = {measurement.value:.3f} ({images}, {sampled}{guided}, extractor {metric.extractor})"

@@ -162,8 +162,9 @@ def thinned(values: Sequence[float], limit: int) -> list[int]:
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
+    every = np.asarray(values)
     for part in np.array_split(np.arange(len(values)), limit // 2 - 1):
-        own = np.asarray(values)[part]
+        own = every[part]
         kept |= {int(part[own.argmin()]), int(part[own.argmax()])}
     return sorted(kept)
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
-from scalelong.files import write_text
+from scalelong.files import open_inside, write_text
 from scalelong.report import sentences, tables
 from scalelong.report.charts import Chart, make_charts
 from scalelong.report.compare import Comparison, compare_runs
@@ -30,6 +30,7 @@ COLOURS = 8  # --c0 (the unscaled network) to --c7 in report.css
 FILM_BYTES = 2_400_000  # of encoded images; as base64 they take a third more
 FRAMES, WIDTH = 24, 640  # of a film, at most
 SMALL = 20_000  # bytes
+LARGEST_GRID = 2**24  # bytes and pixels of one sample grid
 
 
 def write_report(
@@ -166,15 +167,18 @@ def _frames(run: Run, limit: int, width: int) -> list[Frame]:
     for step, path in (grids[i] for i in kept):
         try:
             frames.append(_encoded(step, path, width))
-        except (OSError, SyntaxError) as error:  # PIL raises either for a damaged PNG
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # PIL raises any of them
             logger.warning("%s: is not a readable image (%s); left out", path, error)
     return frames
 
 
 def _encoded(step: int, path: Path, width: int) -> Frame:
     """A small file as it is, a larger one as WebP if that is smaller; wide ones are resized to `width`."""
-    original = path.read_bytes()
-    with Image.open(io.BytesIO(original)) as opened:
+    with open_inside(path.parent, path.name, mode="rb") as file:
+        original = file.read(LARGEST_GRID + 1)
+    with Image.open(io.BytesIO(original), formats=("PNG",)) as opened:
+        if len(original) > LARGEST_GRID or opened.width * opened.height > LARGEST_GRID:
+            raise ValueError(f"{opened.width} x {opened.height} pixels are too many for a sample grid")
         image = opened.convert("RGB")
     wide = image.width > width
     if wide:

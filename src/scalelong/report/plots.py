@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image, ImageDraw, ImageFont
 
+from scalelong.files import atomic_write
 from scalelong.report.numbers import running_mean
 from scalelong.runs.reader import Run
 
@@ -110,8 +111,8 @@ def draw(shape: UShape, path: str | Path) -> Path:
         axes.plot([], [], color="#2f6fb7", linewidth=1.8, linestyle=line, label=label)
     axes.legend(loc="lower left", frameon=False, fontsize=8, labelcolor=INK, handlelength=3.2)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140, facecolor="white")
+    with atomic_write(path) as file:
+        figure.savefig(file, dpi=140, facecolor="white", format=path.suffix[1:] or "png")
     return path
 
 
@@ -178,7 +179,8 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     loss.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    with atomic_write(path) as file:
+        figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
 
 
 def stack_grids(runs: Sequence[Run], path: Path) -> None:
@@ -192,4 +194,5 @@ def stack_grids(runs: Sequence[Run], path: Path) -> None:
         draw.text((left + 4, 6), label, fill="black", font=ImageFont.load_default(size=20))
         sheet.paste(grid.convert("RGB"), (left, band))
         left += grid.width + gap
-    sheet.save(path)
+    with atomic_write(path) as file:
+        sheet.save(file, path.suffix[1:].upper() or "PNG")

@@ -7,11 +7,12 @@ samples/step-00001000.png   grids sampled during training
 .lock                       held by the process that trains into the folder
 """
 
+from scalelong.files import MANIFEST as MANIFEST
+
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
-MANIFEST = "manifest.json"  # of a checkpoint: its files and their hashes
 LOCK = ".lock"
 
 

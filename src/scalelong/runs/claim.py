@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import IO
 
-from scalelong.files import remove_leftovers, write_text
+from scalelong.files import inside, open_inside, remove_leftovers, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS, SAMPLES
 from scalelong.runs.reader import checkpoints, is_run
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
@@ -23,6 +23,8 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         raise ValueError(f"out: {folder} is a symbolic link; give the folder that it points to, {folder.resolve()}")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out: {folder} is a file; choose a folder")
+    for name in (CONFIG, METRICS, LOCK, CHECKPOINTS, SAMPLES):
+        inside(folder, name)  # links out of the folder are refused
     if is_run(folder) and ((folder / METRICS).is_file() or checkpoints(folder)):  # it started
         changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
         if changed:
@@ -62,7 +64,7 @@ def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
 
 
 def _lock(folder: Path) -> IO[str]:
-    lock = (folder / LOCK).open("a")
+    lock = open_inside(folder, LOCK, mode="a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -6,14 +6,15 @@ import contextlib
 import importlib.util
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from scalelong.files import write_text
+from scalelong.files import atomic_write, inside, open_inside, write_text
 from scalelong.runs import METRICS
 
 CHECKPOINT_KIND = "checkpoint"  # records that a checkpoint was written at this step
+LONGEST_LINE = 2**20  # bytes; longer ones are damage
 
 
 class Events:
@@ -27,14 +28,14 @@ class Events:
     """
 
     def __init__(self, folder: Path, resume_step: int, wandb_project: str | None = None) -> None:
-        self.path = folder / METRICS
-        cut_after(self.path, resume_step)
-        self._file = self.path.open("a")
+        self.folder = folder
+        cut_after(folder, resume_step)
+        self._file = open_inside(folder, METRICS, mode="a")
         self._board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(folder / "tensorboard", purge_step=resume_step + 1)
+            self._board = SummaryWriter(inside(folder, "tensorboard"), purge_step=resume_step + 1)
         self._wandb = _wandb(folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
@@ -51,8 +52,8 @@ class Events:
     def rewind(self, step: int) -> None:
         """Remove the records after `step`, because those steps are run again."""
         self._file.close()
-        cut_after(self.path, step)
-        self._file = self.path.open("a")
+        cut_after(self.folder, step)
+        self._file = open_inside(self.folder, METRICS, mode="a")
 
     def close(self) -> None:
         """Close all writers."""
@@ -66,9 +67,11 @@ class Events:
 
 def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) -> None:
     """Append a record to a run that is not training; an incomplete last line stays a line of its own."""
-    path = folder / METRICS
-    incomplete = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
-    with path.open("a") as file:
+    incomplete = False
+    if inside(folder, METRICS).is_file():
+        with open_inside(folder, METRICS, mode="rb") as whole:
+            incomplete = whole.seek(0, 2) > 0 and whole.seek(-1, 2) >= 0 and whole.read() != b"\n"
+    with open_inside(folder, METRICS, mode="a") as file:
         file.write("\n" * incomplete + _line(step, kind, values))
 
 
@@ -79,21 +82,42 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     >>> read_events(Path())
     ([{'step': 10, 'kind': 'train', 'loss': 0.5}], 1)
     """
-    lines = (folder / METRICS).read_text(errors="replace").splitlines()
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
+    lines = list(each_event(folder))
+    records = [record for record in lines if record is not None]
     return records, len(lines) - len(records)
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Remove the records after `step` and damaged lines from a metrics.jsonl."""
-    if path.is_file():
-        records, _ = read_events(path.parent)
-        write_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+def each_event(folder: Path) -> Iterator[dict[str, Any] | None]:
+    """The record of each line in order, None for a damaged line; one line is held in memory at a time."""
+    with open_inside(folder, METRICS, mode="rb") as file:
+        for line in _lines(file):
+            yield _record(line)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    while line := file.readline(LONGEST_LINE):
+        yield line if len(line) < LONGEST_LINE or line.endswith(b"\n") else b""
+        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line.decode(errors="replace"))
+        if b"\\u" in line:
+            json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def cut_after(folder: Path, step: int) -> None:
+    """Remove the records after `step` and damaged lines from metrics.jsonl."""
+    if inside(folder, METRICS).is_file():
+        with atomic_write(folder / METRICS) as file:
+            for record in each_event(folder):
+                if record is not None and record["step"] <= step:
+                    file.write(json.dumps(record).encode() + b"\n")
 
 
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
@@ -107,7 +131,7 @@ def _wandb(folder: Path, project: str) -> Any:
         import wandb
     except ImportError:
         raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]'") from None
-    kept = folder / "wandb-id"  # a run is known by this, not by the folder's name
+    kept = inside(folder, "wandb-id")  # a run is known by this, not by the folder's name
     if not kept.is_file():
-        kept.write_text(secrets.token_hex(4))
+        write_text(kept, secrets.token_hex(4))
     return wandb.init(project=project, name=folder.name, id=kept.read_text(), dir=str(folder), resume="allow")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
-from scalelong.runs.events import read_events
+from scalelong.runs.events import each_event
 from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
 
 Record = dict[str, Any]
@@ -22,6 +24,8 @@ Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
 LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
+LONGEST_TEXT = 1000  # characters of a recorded text
+MOST_KEYS = 4096  # names of numbers in the records of a run
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
 
 
@@ -33,12 +37,12 @@ def read_config(folder: str | Path) -> RunConfig:
     """The settings of a run."""
     if not is_run(folder):
         raise FileNotFoundError(f"{folder}: is not a run folder (no {CONFIG}); give one that scalelong train wrote")
-    return from_yaml(Path(folder) / CONFIG)
+    return from_yaml(inside(Path(folder), CONFIG))
 
 
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a run by step, oldest first."""
-    return _by_step(path for path in (Path(folder) / CHECKPOINTS).glob("step-*") if path.is_dir())
+    return _by_step(path for path in inside(Path(folder), CHECKPOINTS).glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,64 @@ class Measurement:
     seed: int | None = None  # of the images
 
 
+class Records:
+    """The records of one kind as columns of numbers: a hundred bytes a record, not a thousand.
+
+    >>> records = Records()
+    >>> records.add({"step": 10, "loss": 0.5, "kappa": [1.0, 0.7]})
+    >>> len(records), records.column("loss"), records.kappa_until(10)
+    (1, (array('q', [10]), array('d', [0.5])), [1.0, 0.7])
+    """
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._kappas: list[tuple[int, array[float]]] = []  # those that differ from the one before
+        self._sorted: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._columns)
+
+    def add(self, record: Record) -> None:
+        step = record["step"]
+        self.steps.append(step)
+        for key, value in record.items():
+            column = self._columns.get(key)
+            if (
+                type(value) is float or type(value) is int or value is None
+            ):  # a third of the time of a report is spent here
+                if column is None and len(self._columns) < MOST_KEYS:
+                    column = self._columns[key] = array("q"), array("d")
+                if column is not None and value is not None and -LARGEST <= value <= LARGEST:
+                    column[0].append(step)
+                    column[1].append(value)
+            elif key == "kappa" and isinstance(value, list) and value and all(map(_is_number, value)):
+                self._add_kappa(step, array("d", value))
+
+    def _add_kappa(self, step: int, kappa: array[float]) -> None:
+        if not self._kappas or self._kappas[-1][1] != kappa:
+            self._kappas.append((step, kappa))
+
+    def column(self, key: str) -> tuple[array[int], array[float]]:
+        """Steps and finite numbers under a key, in the order of the steps."""
+        steps, values = self._columns.get(key, (array("q"), array("d")))
+        if key not in self._sorted:
+            self._sorted.add(key)
+            if any(before > after for before, after in pairwise(steps)):
+                order = sorted(range(len(steps)), key=steps.__getitem__)
+                steps, values = array("q", [steps[i] for i in order]), array("d", [values[i] for i in order])
+                self._columns[key] = steps, values
+        return steps, values
+
+    def kappa_until(self, step: int) -> list[float]:
+        """kappa_i of the last record up to this step that has them."""
+        return next((list(kappa) for at, kappa in reversed(self._kappas) if at <= step), [])
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's settings and its records by kind. What was not recorded is nan, or an empty series.
@@ -77,12 +139,11 @@ class Run:
 
     folder: Path
     config: RunConfig
-    train: list[Record]
-    probe: list[Record]
+    train: Records
+    probe: Records
     damaged_lines: int
     start: tuple[Record, ...] = ()
     evaluations: tuple[Measurement, ...] = ()
-    _columns: dict[tuple[str, str], Column] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -100,18 +161,18 @@ class Run:
     @property
     def probe_interval(self) -> float:
         """Steps between two probes; 0 for less than two."""
-        steps = [record["step"] for record in self.probe]
+        steps = self.probe.steps
         return median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0
 
     @property
     def last_step(self) -> int:
         """Step of the last training record."""
-        return max(int(record["step"]) for record in self.train)
+        return max(self.train.steps)
 
     @property
     def blocks(self) -> list[str]:
         """The probed blocks, from the input to the output of the U."""
-        return [key.removeprefix("norm/") for key in self.probe[0] if key.startswith("norm/")] if self.probe else []
+        return [key.removeprefix("norm/") for key in self.probe.keys if key.startswith("norm/")]
 
     @property
     def middle_block(self) -> str:
@@ -121,13 +182,9 @@ class Run:
 
     def column(self, kind: str, key: str, upto: int | None = None, after: int = -1) -> Column:
         """Steps and values of the records with a finite number under this key, for after < step <= upto."""
-        if (kind, key) not in self._columns:
-            records = [record for record in getattr(self, kind) if _is_number(record.get(key))]
-            records.sort(key=lambda record: record["step"])
-            self._columns[kind, key] = [r["step"] for r in records], [float(r[key]) for r in records]
-        steps, values = self._columns[kind, key]
+        steps, values = getattr(self, kind).column(key)
         kept = slice(bisect_right(steps, after), len(steps) if upto is None else bisect_right(steps, upto))
-        return steps[kept], values[kept]
+        return steps[kept].tolist(), values[kept].tolist()
 
     def quality(self, metric: Metric) -> Column:
         """Steps and values of a metric; several evaluations at one step are averaged."""
@@ -166,14 +223,13 @@ class Run:
         known, seconds = self.column("train", "seconds")
         return np.interp(steps, [0, *known], [0.0, *seconds]).tolist() if known else [math.nan] * len(steps)
 
-    def coefficients(self) -> list[float]:
-        """kappa_i of the last record that has them, outermost skip first."""
-        recorded = (record.get("kappa") for record in reversed(self.train))
-        return next((v for v in recorded if isinstance(v, list) and v and all(map(_is_number, v))), [])
+    def coefficients(self, upto: int | None = None) -> list[float]:
+        """kappa_i of the last record (up to a step) that has them, outermost skip first."""
+        return self.train.kappa_until(self.last_step if upto is None else upto)
 
     def sample_grids(self) -> list[tuple[int, Path]]:
         """Step and file of each grid sampled during training."""
-        return list(_by_step((self.folder / SAMPLES).glob("step-*.png")).items())
+        return list(_by_step(inside(self.folder, SAMPLES).glob("step-*.png")).items())
 
 
 def read_run(folder: str | Path) -> Run:
@@ -187,22 +243,29 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     config = read_config(folder)
-    if not (folder / METRICS).is_file():
+    if not inside(folder, METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
-    records, damaged = read_events(folder)
-    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": []}
-    for record in records:
-        kind = record.get("kind")
+    columns = {"train": Records(), "probe": Records()}
+    start: list[Record] = []
+    evaluations: list[Measurement] = []
+    damaged = 0
+    for record in each_event(folder):
         try:
-            _check(_is_count(record["step"]), kind != "start" or isinstance(record.get("data"), str | None))
-            if kind in kinds:
-                kinds[kind].append(_measurement(record, config.sampling) if kind == "evaluation" else record)
+            if record is None or not _is_count(record["step"]):
+                damaged += 1
+            elif (kind := record.get("kind")) in ("train", "probe"):
+                columns[kind].add(record)
+            elif kind == "start":
+                _check(isinstance(record.get("data"), str | None))
+                start.append(_printable(record))
+            elif kind == "evaluation":
+                evaluations.append(_measurement(_printable(record), config.sampling))
         except (KeyError, TypeError, ValueError):
             damaged += 1
-    if not kinds["train"]:
+    if not columns["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
-    finite = tuple(evaluation for evaluation in kinds["evaluation"] if math.isfinite(evaluation.value))
-    return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
+    finite = tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value))
+    return Run(folder, config, columns["train"], columns["probe"], damaged, tuple(start), finite)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
@@ -233,8 +296,18 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
 
 
 def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    found = {step: path for path in paths if (step := step_number(path.stem)) is not None}
+    known = (path for path in paths if not path.is_symlink())
+    found = {step: path for path in known if (step := step_number(path.stem)) is not None}
     return dict(sorted(found.items()))
+
+
+def _printable(record: Record) -> Record:
+    """The record with its texts on one line of printable characters, cut: they are shown on terminals and pages."""
+
+    def clean(text: str) -> str:
+        return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:LONGEST_TEXT])
+
+    return {clean(key): clean(value) if isinstance(value, str) else value for key, value in record.items()}
 
 
 def _measurement(record: Record, run: SamplingSettings) -> Measurement:
@@ -292,7 +365,7 @@ def relative_oscillation(norms: Sequence[float]) -> float:
     """
     if len(norms) < 2:
         raise ValueError(f"norms: oscillation needs at least 2 records, got {len(norms)}")
-    return _ratio(fmean(abs(after - before) for before, after in pairwise(norms)), fmean(norms))
+    return _ratio(fmean([abs(after - before) for before, after in pairwise(norms)]), fmean(norms))
 
 
 def relative_spread(values: Sequence[float]) -> float:

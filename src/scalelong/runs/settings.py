@@ -17,7 +17,8 @@ from typing import Any, Literal
 import tyro
 import yaml
 
-from scalelong.errors import did_you_mean
+from scalelong.errors import SettingError, did_you_mean, short
+from scalelong.runs.validation import check_values, read_yaml
 
 SamplingPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -176,8 +177,13 @@ class Conditioning:
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> Conditioning:
         """From the state of a checkpoint; older ones lack this field."""
-        known = state or {}
-        return cls(**{**known, "class_names": tuple(known.get("class_names", ()))})
+        known = {} if state is None else state
+        if not isinstance(known, dict) or not known.keys() <= {each.name for each in dataclasses.fields(cls)}:
+            raise SettingError(f"conditioning: must hold {', '.join(vars(cls()))}, got {short(state)}")
+        names = known.get("class_names", ())
+        found = cls(**{**known, "class_names": tuple(names) if isinstance(names, list) else names})
+        check_values("conditioning", found)
+        return found
 
     @property
     def label_rows(self) -> int:
@@ -225,6 +231,13 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
+def check_settings(config: RunConfig) -> RunConfig:
+    """The configuration if every single value is of its type and in its bounds; else an error that names the key."""
+    for part, settings in vars(config).items():
+        check_values(part, settings)
+    return config
+
+
 def to_yaml(config: RunConfig) -> str:
     """All settings as YAML; `from_yaml` reads them back.
 
@@ -243,36 +256,34 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
     >>> from_yaml("mine.yaml").training.steps
     10
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: is not YAML: {error}") from None
+    content = read_yaml(Path(path))
     base, where = base or RunConfig(), str(path)
     known, parts, values = dotted(base), list(vars(base)), {}
-    for part, settings in _mapping(content or {}, where).items():
+    for part, settings in _mapping({} if content is None else content, where).items():
         if part not in parts:
-            raise ValueError(f"{where}: unknown key {part!r}; {did_you_mean(part, parts)}correct or remove it")
+            raise SettingError(f"{where}: unknown key {short(part)}; {did_you_mean(part, parts)}correct or remove it")
         for name, value in _mapping(settings, f"{where}: {part}").items():
             if (key := f"{part}.{name}") not in known:
-                raise ValueError(f"{where}: unknown key {key!r}; {did_you_mean(key, known)}correct or remove it")
+                raise SettingError(f"{where}: unknown key {short(key)}; {did_you_mean(key, known)}correct or remove it")
             values[key] = value
     if (config := _parsed(base, values)) is not None:
-        return config
-    key = next(key for key, value in values.items() if _parsed(base, {key: value}) is None)
+        try:
+            return check_settings(config)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error}") from None
+    key = next((key for key, value in values.items() if _parsed(base, {key: value}) is None), next(iter(values)))
     part, _, name = key.partition(".")
     hint = typing.get_type_hints(type(getattr(base, part)))[name]
     expected = hint.__name__ if isinstance(hint, type) else str(hint)
     if typing.get_origin(hint) is Literal:
         expected = f"one of {', '.join(typing.get_args(hint))}"
-    raise ValueError(f"{where}: {key}: must be {expected}, got {values[key]!r}")
+    raise SettingError(f"{where}: {key}: must be {expected}, got {short(values[key])}")
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise ValueError(f"{where}: must hold keys and values, got {value!r}")
+    raise SettingError(f"{where}: must hold keys and values, got {short(value)}")
 
 
 def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
@@ -281,8 +292,19 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
     for key, value in values.items():
         if isinstance(known[key], str) and not isinstance(value, str):
             return None  # as text, null and numbers would pass for names
+        if isinstance(known[key], tuple) != isinstance(value, list):
+            return None  # a list of one number would pass for that number
+        if isinstance(value, list) and not all(map(_is_plain_number, value)):
+            return None  # text could pass for a flag
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
+            return None  # may have more digits than Python prints
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
     try:
         return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
     except SystemExit:
         return None
+
+
+def _is_plain_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,16 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from scalelong.errors import unknown_name
+from scalelong.errors import NoLongSkipsError, unknown_name
 from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
-from scalelong.skips.example import as_call, is_meta, merge_example
+from scalelong.skips.example import as_call, is_meta, merge_example, unchanged_on_error
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
-from scalelong.skips.tracing.nesting import NoLongSkipsError
 from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
@@ -81,6 +80,7 @@ class Handle:
         return "\n".join(rows)
 
 
+@unchanged_on_error
 def apply(
     model: nn.Module,
     method: str = "cs",
@@ -131,11 +131,7 @@ def apply(
         skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
     hooks.attach(model, skips, scaling, branches)
     if verify and call is not None and (detected or placement != "before") and not is_meta(model):
-        try:
-            check_hooks(model, example=call)
-        except BaseException:
-            hooks.detach(model)
-            raise
+        check_hooks(model, example=call)
     hooks.reset_compiled()
     write_config(model, to_json(model))
     handle = Handle(model, skips, config)
@@ -149,6 +145,7 @@ def _log_once(note: str) -> None:
     logging.getLogger("scalelong").warning(note)
 
 
+@unchanged_on_error
 def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> list[LongSkip]:
     """The long skips of a model, index 1 = outermost: where each is made and used, its size, and its reach.
 
@@ -163,6 +160,7 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     return _find(model, merge_example(example, args, kwargs))[0]
 
 
+@unchanged_on_error
 def remove(model: nn.Module) -> None:
     """Undo `apply`: the model, its state dict and its config are as before.
 

@@ -1,17 +1,22 @@
-"""Example calls of a model: parse them, and run the model on them without side effects."""
+"""Example calls of a model: parse them, and run the model on them without side effects; undo changes on an error."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from scalelong.failpoints import protected
 from scalelong.skips.long_skip import Call
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def as_call(example: Any) -> Call:
@@ -99,10 +104,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
     buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
     states = random.getstate(), np.random.get_state()
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if on_cuda else ()
-    model.eval()
+    devices = _cuda_devices()
     try:
+        model.eval()
         with torch.random.fork_rng(devices), torch.inference_mode(False):
             yield
     finally:
@@ -118,3 +122,68 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+def _cuda_devices() -> range:
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if used else 0)
+
+
+class Snapshot:
+    """The modules of a model with their attributes, hooks, config and modes, and all random states, as they are now.
+
+    Weights are kept by reference; `keep_values` copies those that are about to be changed in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = [(module, type(module), dict(vars(module)), _tables(module)) for module in plain]
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._cuda = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+
+    def keep_values(self, tensors: Iterable[Tensor]) -> None:
+        self._values += [(tensor, tensor.detach().cpu().clone()) for tensor in tensors if not tensor.is_meta]
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        if not protected("skips.restore"):
+            return
+        for module, cls, attributes, tables in self._modules:
+            if type(module) is not cls:
+                continue  # a lazy module that has been initialized
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for table, content in tables:
+                table.clear()
+                table.update(content)
+        with torch.no_grad():
+            for tensor, value in self._values:
+                tensor.copy_(value)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        for device, state in enumerate(self._cuda):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The module's dicts and sets (parameters, submodules, hooks) with copies of their content."""
+    return [(table, table.copy()) for table in vars(module).values() if type(table) in (dict, OrderedDict, set)]
+
+
+def unchanged_on_error(function: Function) -> Function:
+    """Decorate a function of a model: if an error or Ctrl-C ends it, the model and all random states are as before."""
+
+    @functools.wraps(function)
+    def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before = Snapshot(model) if isinstance(model, nn.Module) else None
+        try:
+            return function(model, *args, **kwargs)
+        except BaseException:
+            if before is not None:
+                before.restore()
+            raise
+
+    return cast(Function, guarded)

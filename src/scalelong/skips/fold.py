@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.attach import remove
-from scalelong.skips.example import is_meta, merge_example, undisturbed
+from scalelong.skips.example import Snapshot, is_meta, merge_example, unchanged_on_error, undisturbed
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
@@ -52,6 +52,7 @@ class Columns:
             part.copy_(part.to(dtype) * factor)
 
 
+@unchanged_on_error
 def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | None = None, **kwargs: Any) -> list[str]:
     """Multiply the weights behind the skips by the coefficients and remove the hooks; returns the names of those weights.
 
@@ -72,10 +73,16 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
         raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")
     call = merge_example(example, args, kwargs) or generated_example(model)
     changes = list(_checked_changes(model, scaling.values, call, tolerance))
-    for columns, factor in changes:
-        columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
-    remove(model)
-    return list(dict.fromkeys(columns.weight for columns, _ in changes))
+    names, before = list(dict.fromkeys(columns.weight for columns, _ in changes)), Snapshot(model)
+    before.keep_values(model.get_parameter(name) for name in names)
+    try:
+        for columns, factor in changes:
+            columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
+        remove(model)
+        return names
+    except BaseException:
+        before.restore()
+        raise
 
 
 def _checked_changes(

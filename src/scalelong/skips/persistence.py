@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,21 +14,25 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from scalelong.files import atomic_write, write_text
+from scalelong.errors import CheckpointError, short
+from scalelong.failpoints import protected
+from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
+from scalelong.skips.attach import apply, find_skips, to_json, write_config
+from scalelong.skips.example import Snapshot, unchanged_on_error
 from scalelong.skips.families import known_skips
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
+HASHES = "sha256"  # key in scalelong.json: of the weights, and of the rest of that file
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the weights, including gates, as safetensors and the scaling as JSON; each file appears complete or not at all.
+    """Write the weights, including gates, as safetensors, and the scaling and both hashes as JSON, each file atomically.
 
     >>> from diffusers import UNet1DModel
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
@@ -37,13 +41,22 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     stored, folder = to_json(model), Path(folder)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
-    write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
+    hashes = {WEIGHTS_NAME: file_digest(folder / WEIGHTS_NAME), SCALING_NAME: _digest(stored)}
+    write_text(folder / SCALING_NAME, json.dumps({**stored, HASHES: hashes}, indent=2) + "\n")
     return folder
 
 
+def _digest(stored: Mapping[str, Any]) -> str:
+    """sha256 of what scalelong.json holds beside the hashes."""
+    kept = {key: value for key, value in stored.items() if key != HASHES}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+@unchanged_on_error
 def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
 
+    Files whose hash differs are refused. On any error the model is as before, weights included.
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
@@ -55,11 +68,29 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     for name in (WEIGHTS_NAME, SCALING_NAME):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
-    stored = json.loads((folder / SCALING_NAME).read_text())
-    with _scaled_as(model, stored, folder / SCALING_NAME, example):
-        _check_fit(model, folder / WEIGHTS_NAME)
-        load_model(model, str(folder / WEIGHTS_NAME))
-    return model
+    stored, weights = read_json(folder, SCALING_NAME), folder / WEIGHTS_NAME
+    _check_hashes(stored, folder)
+    _scale_as(model, stored, folder / SCALING_NAME, example)
+    before = Snapshot(model)
+    try:
+        with naming_damage(weights):
+            _check_fit(model, weights)
+            before.keep_values(model.state_dict().values())
+            load_model(model, str(weights))
+        return model
+    except BaseException:
+        before.restore()
+        raise
+
+
+def _check_hashes(stored: Any, folder: Path) -> None:
+    hashes = stored.get(HASHES) if isinstance(stored, dict) else None
+    if hashes is None or not protected("files.manifest"):
+        return  # written by an older version
+    for name, found in ((SCALING_NAME, _digest(stored)), (WEIGHTS_NAME, file_digest(folder / WEIGHTS_NAME))):
+        if not isinstance(hashes, dict) or hashes.get(name) != found:
+            differs = f"has another sha256 than {SCALING_NAME} says"
+            raise CheckpointError(f"{folder / name}: {differs}; it was damaged or changed, save or export it again")
 
 
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
@@ -80,32 +111,31 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
     source = Path(folder) / options.pop("subfolder", "")
     path = source / "config.json"
-    stored = json.loads(path.read_text()).get(CONFIG_KEY)
+    stored = read_json(source, "config.json").get(CONFIG_KEY)
     if stored is None:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
     logger = logging.getLogger("diffusers")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
     try:
+        logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     finally:
         logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
     gates = _read_gates(source, options.get("variant"), f"{root_name(model)}.")
-    with _scaled_as(model, stored, path, example):
-        if missing := scaling_of(model).state_dict().keys() - gates.keys():
-            lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
-            raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
-        scaling_of(model).load_state_dict(gates)
+    _scale_as(model, stored, path, example)
+    if missing := scaling_of(model).state_dict().keys() - gates.keys():
+        lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
+        raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
+    scaling_of(model).load_state_dict(gates)
     return model
 
 
-@contextmanager
-def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> Iterator[None]:
-    """Apply the stored scaling if the model has none; remove it again if an error leaves the block."""
+def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> None:
+    """Apply the stored scaling if the model has none; refuse another one."""
     if not isinstance(stored, Mapping) or not {"method", "options", "num_skips"} <= stored.keys():
-        raise ValueError(f"{where}: must contain method, options and num_skips, got {stored!r}")
+        raise ValueError(f"{where}: must contain method, options and num_skips, got {short(stored)}")
     config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
     if example is None and not is_scaled(model) and known_skips(model) is None:
         unknown = (
@@ -122,14 +152,8 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
             if here != saved:
                 both = f"the model has {here}, the saved one is {saved}"
                 raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
-        yield
         return
     apply(model, config.method, example=example, placement=placement, **config.options)
-    try:
-        yield
-    except BaseException:
-        remove(model)
-        raise
 
 
 def _check_fit(model: nn.Module, weights: Path) -> None:
@@ -154,7 +178,7 @@ def _read_gates(folder: Path, variant: str | None, prefix: str) -> dict[str, Ten
     dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
     name = re.compile(rf"diffusion_pytorch_model({shard}{dot}|{dot}{shard})\.safetensors")
     for file in sorted(file for file in folder.iterdir() if name.fullmatch(file.name)):
-        with safe_open(str(file), framework="pt") as tensors:
+        with naming_damage(file), safe_open(str(file), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118
                 if key.startswith(prefix):
                     gates[key.removeprefix(prefix)] = tensors.get_tensor(key)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
+from scalelong.files import atomic_write
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
@@ -236,4 +237,5 @@ def plot(found: Recommendation, title: str, path: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=100)
+    with atomic_write(Path(path)) as file:
+        figure.savefig(file, dpi=100)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
+from scalelong.files import open_inside
 from scalelong.runs.reader import PROBE_EVERY, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import stages
@@ -78,7 +79,7 @@ class OscillationProbe:
         measured = (("norm", self.norms()), ("gradient", self.gradient_norms()))
         values = {f"{what}/{name}": norm for what, norms in measured for name, norm in norms.items()}
         if self.path is not None and is_main_rank():
-            with self.path.open("a") as file:
+            with open_inside(self.path.parent, self.path.name, mode="a") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         return values
 

@@ -18,6 +18,7 @@ from scalelong.data.images import save_grid
 from scalelong.files import atomic_folder
 from scalelong.random import normal
 from scalelong.runs import METRICS
+from scalelong.runs.validation import check_values
 from scalelong.training.build import seeded
 
 GRID = "reconstructions.png"
@@ -40,11 +41,7 @@ class AutoencoderSettings:
     log_every: int = 100
 
     def __post_init__(self) -> None:
-        for key in ("latent_channels", "layers", "steps", "batch_size", "log_every"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"autoencoder.{key}: must be at least 1, got {getattr(self, key)}")
-        if not self.lr > 0 or not self.kl >= 0:
-            raise ValueError(f"autoencoder: lr must be positive and kl not negative, got {self.lr} and {self.kl}")
+        check_values("autoencoder", self)
 
 
 @dataclass(frozen=True)

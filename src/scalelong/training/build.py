@@ -13,24 +13,12 @@ from scalelong import skips
 from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64, text_latent
 from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
-from scalelong.errors import require
-from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, dotted
+from scalelong.errors import SettingError, require, require_memory
+from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, check_settings
 from scalelong.scaling.registry import ScalingConfig
 
 UNCONDITIONAL = Conditioning()
-_LEAST = {  # other numbers of these parts must be at least 0
-    "training.steps": 1,
-    "training.batch_size": 1,
-    "training.accumulate": 1,
-    "training.log_every": 1,
-    "training.checkpoint_every": 1,
-    "training.keep": 2,
-    "training.spike_factor": 1,
-    "training.rank_timeout": 1,
-    "data.worker_timeout": 1,
-    "model.layers_per_block": 1,
-    "condition.max_tokens": 1,
-}
+GROUPS = 32  # of the UNets' group norms
 
 
 def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -> RunConfig:
@@ -40,17 +28,16 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     'cs'
     """
     condition, optimizer, sampling, training = config.condition, config.optimizer, config.sampling, config.training
+    check_settings(config)
     ScalingConfig.create(config.scaling.method, **config.scaling.options())
     if config.scaling.method == "freeu":
         raise ValueError("scaling.method: 'freeu' is for sampling from a trained model; train with another method")
     resolve_sampling(sampling, build_objective(config).process)
-    for key, value in dotted(config).items():
-        if isinstance(value, int | float) and not key.startswith(("scaling.", "sampling.")):
-            require(value >= _LEAST.get(key, 0), key, f"at least {_LEAST.get(key, 0)}", value)
     require(optimizer.lr > 0, "optimizer.lr", "positive", optimizer.lr)
-    require(all(0 <= beta < 1 for beta in optimizer.betas), "optimizer.betas", "in [0, 1)", optimizer.betas)
-    require(0 <= training.ema_decay < 1, "training.ema_decay", "in [0, 1)", training.ema_decay)
-    require(0 <= condition.drop < 1, "condition.drop", "in [0, 1)", condition.drop)
+    require(all(beta < 1 for beta in optimizer.betas), "optimizer.betas", "in [0, 1)", optimizer.betas)
+    require(training.ema_decay < 1, "training.ema_decay", "in [0, 1)", training.ema_decay)
+    require(condition.drop < 1, "condition.drop", "in [0, 1)", condition.drop)
+    _check_shape(config)
     size, parts = training.batch_size, training.accumulate
     multiple = f"a multiple of {world_size * parts} ({world_size} ranks x {parts} micro-batches)"
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
@@ -66,6 +53,35 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     if config.data.name.startswith("latents:") and sampling.clip:
         raise ValueError("sampling.clip: latents are not bound to [-1, 1]; set it to false (--sampling.no-clip)")
     return config
+
+
+def _check_shape(config: RunConfig) -> None:
+    """What the backbone requires, as far as it does not depend on the data."""
+    model = config.model
+    if model.backbone == "unet":
+        require(len(model.channels) <= 8, "model.channels", "at most 8 levels", model.channels)
+        groups = all(channels % GROUPS == 0 for channels in model.channels)
+        require(groups, "model.channels", f"multiples of {GROUPS} (group norms have {GROUPS} groups)", model.channels)
+    else:
+        _uvit_config(model, (1, model.patch_size, model.patch_size), UNCONDITIONAL)
+
+
+def _check_memory(config: RunConfig, shape: Shape, conditioning: Conditioning) -> None:
+    """Refuse a model whose weights, or a batch whose images, do not fit into memory: building them would end the process."""
+    model, training, (channels, height, width) = config.model, config.training, shape
+    if model.backbone == "uvit":
+        tokens = (height // model.patch_size) * (width // model.patch_size) + conditioning.text_tokens
+        count = (12 * model.depth * model.dim + tokens + conditioning.label_rows) * model.dim
+        name = f"model.dim: {model.dim} at model.depth {model.depth}, {tokens:,} tokens"
+    else:
+        squares = sum(each * each for each in model.channels)
+        count = 36 * model.layers_per_block * squares + 4 * model.channels[0] * conditioning.label_rows
+        name = f"model.channels: {model.channels}"
+    require_memory(name, 4 * count, "the weights need")
+    size = training.batch_size // training.accumulate
+    require_memory(
+        f"training.batch_size: {training.batch_size:,}", 4 * size * channels * height * width, "the images need"
+    )
 
 
 @contextmanager
@@ -92,6 +108,8 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
     """
     if shape[1] != shape[2]:
         raise ValueError(f"data.image_size: images must be square, got {shape[1]} x {shape[2]}; set data.image_size")
+    if torch.get_default_device().type != "meta":
+        _check_memory(config, shape, conditioning)
     build = _uvit if config.model.backbone == "uvit" else _unet
     with seeded(config.training.seed):
         model = build(config.model, shape, conditioning)
@@ -100,9 +118,13 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
 
 
 def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
+    return UViT(_uvit_config(settings, shape, conditioning))
+
+
+def _uvit_config(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> UViTConfig:
     same = ("patch_size", "dim", "depth", "heads", "mlp_time_embed", "checkpointing")
     try:
-        config = UViTConfig(
+        return UViTConfig(
             image_size=shape[1],
             in_channels=shape[0],
             num_classes=conditioning.label_rows,
@@ -111,8 +133,7 @@ def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> 
             **{name: getattr(settings, name) for name in same},
         )
     except ValueError as error:
-        raise ValueError(str(error).replace("uvit.", "model.", 1)) from None
-    return UViT(config)
+        raise SettingError(str(error).replace("uvit.", "model.", 1)) from None
 
 
 def _unet(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:

@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from scalelong.errors import CheckpointError as CheckpointError
 from scalelong.failpoints import failpoint, protected
-from scalelong.files import atomic_folder, file_digest, remove_leftovers
+from scalelong.files import atomic_folder, file_digest, inside, remove_leftovers
 from scalelong.runs import CHECKPOINTS, MANIFEST, METRICS, step_name, step_number
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
 
@@ -26,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used."""
 
 
 def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:
@@ -76,9 +73,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
             raise CheckpointError(f"{path / MANIFEST}: is damaged (it does not list {name})")
     wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
     for name in wanted if protected("checkpoint.verify") else ():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path / MANIFEST}: is damaged ({name!r} is not the name of a file in the folder)")
-        if not (path / name).is_file() or file_digest(path / name) != hashes[name]:
+        if not inside(path, name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
     tensors = {}
     for name in wanted:
@@ -108,7 +103,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, oldest first; other entries are named in a warning and ignored."""
     found = {}
     for path in folder.glob("step-*"):
-        if (step := step_number(path.name)) is not None and path.is_dir():
+        if (step := step_number(path.name)) is not None and path.is_dir() and not path.is_symlink():
             found[step] = path
         else:
             logger.warning("%s: is not a checkpoint (step-NUMBER); ignored", path)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from scalelong.errors import NonFiniteError as NonFiniteError
 from scalelong.failpoints import protected
 from scalelong.runs.settings import TrainingSettings
 from scalelong.training.step import StepResult, Suspect
@@ -15,10 +16,6 @@ logger = logging.getLogger(__name__)
 
 _WINDOW = 50  # steps of the running mean of the loss
 _WARM_UP = 10  # steps before the first spike
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite, or there were too many such steps; the weights are those before the update."""
 
 
 class Guard:

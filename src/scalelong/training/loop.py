@@ -26,6 +26,7 @@ from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.failpoints import failpoint, protected
+from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
 from scalelong.runs.events import CHECKPOINT_KIND, Events
@@ -229,7 +230,7 @@ class Trainer:
             if self.ranks.is_main_process:
                 options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
                 images = self.trained().sample(self.config.sampling, self.condition, **options)
-                save_grid(images, self.folder / SAMPLES / f"{step_name(step)}.png")
+                save_grid(images, inside(self.folder, SAMPLES, f"{step_name(step)}.png"))
             self.ranks.barrier()
         if step % training.checkpoint_every == 0 or last:
             self._save()

@@ -5,7 +5,7 @@ Image i is a function of (seed, i), up to the rounding of kernels that depend on
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,14 +23,19 @@ from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
+from scalelong.errors import require_number, short
+from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
 from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.runs.validation import short_lines
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint, load_newest
 from scalelong.training.condition import Condition
 from scalelong.training.step import DTYPES, autocast
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model_index.json"  # diffusers' names, except the next one
 DESCRIPTION = "scalelong_run.json"
@@ -118,13 +123,25 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
         raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
-    newest = load_newest(folder / CHECKPOINTS, weights) if step is None else None
-    _, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
-    channels, height, width = state["shape"]
-    conditioning = Conditioning.from_state(state.get("condition"))
-    model = build_model(config, (channels, height, width), conditioning)
-    model.load_state_dict(tensors[weights])
-    return config, model, (channels, height, width), state["step"], conditioning, state["data"], weights
+    newest = load_newest(inside(folder, CHECKPOINTS), weights) if step is None else None
+    path, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
+    shape, conditioning = image_shape(state.get("shape"), path), Conditioning.from_state(state.get("condition"))
+    model = build_model(config, shape, conditioning)
+    try:
+        model.load_state_dict(tensors[weights])
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
+    require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
+    return config, model, shape, state["step"], conditioning, str(state.get("data", "")), weights
+
+
+def image_shape(stored: Any, where: Path) -> Shape:
+    """(C, H, W) as stored, checked."""
+    if not isinstance(stored, list) or len(stored) != 3:
+        raise CheckpointError(f"{where}: is damaged (its shape is {short(stored)})")
+    for value in stored:
+        require_number(f"{where}: shape", value, 1, 2**16, whole=True)
+    return stored[0], stored[1], stored[2]
 
 
 def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
@@ -227,14 +244,15 @@ def is_exported(folder: Path) -> bool:
 
 def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     """The configuration, the description and the model of an exported pipeline."""
+    if not check_manifest(folder):
+        logger.warning("%s: has no %s, so its files cannot be verified; export the run again", folder, MANIFEST)
     try:
-        stored: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
-        channels, height, width = stored["shape"]
-        condition = Conditioning.from_state(stored["condition"])
-        exported = ExportedRun(**{**stored, "shape": (channels, height, width), "condition": condition})
+        stored: dict[str, Any] = read_json(folder, DESCRIPTION)
+        shape, condition = image_shape(stored["shape"], folder), Conditioning.from_state(stored["condition"])
+        exported = ExportedRun(**{**stored, "shape": shape, "condition": condition})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
-    config = from_yaml(folder / CONFIG)
+    config = from_yaml(inside(folder, CONFIG))
     if exported.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, exported.shape, exported.condition)
@@ -243,11 +261,14 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
-    weights = {name.removeprefix("uvit."): value for file in files for name, value in load_file(file).items()}
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        with naming_damage(file):
+            weights |= {name.removeprefix("uvit."): value for name, value in load_file(file).items()}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({error})") from error
+        raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({short_lines(error)})") from error
     if exported.folded:
         skips.apply(model, config.scaling.method)
     return config, exported, model
@@ -257,5 +278,6 @@ def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | No
     """The autoencoder in an exported pipeline of latents; None for any other folder."""
     if not is_exported(folder) or not (folder / AUTOENCODER).is_dir():
         return None
-    scale = float(json.loads((folder / INDEX).read_text())["latent_scale"])
+    scale = read_json(folder, INDEX).get("latent_scale")
+    require_number(f"{folder / INDEX}: latent_scale", scale, 1e-6, 1e6)
     return load_autoencoder(folder / AUTOENCODER, device, scale)

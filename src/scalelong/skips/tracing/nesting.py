@@ -11,14 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from scalelong.errors import NoLongSkipsError as NoLongSkipsError
 from scalelong.skips.tracing.trace import Join, Node, Trace
 
 MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
 BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"})
-
-
-class NoLongSkipsError(ValueError):
-    """The network has no long skips, or they cannot be scaled one by one."""
 
 
 def refusal(trace: Trace, reason: str) -> NoLongSkipsError:

@@ -23,23 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from scalelong.errors import NoLongSkipsError
+from scalelong.errors import VerificationError as VerificationError
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.example import is_meta, map_tensors, merge_example, own_copy, run_example, tensors_in, undisturbed
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import attached_skips, detach, replace_scaling, root_name, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
 from scalelong.skips.tracing.hook_points import detect_all
-from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath
+from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import JOIN_OPS, CountingMode, Trace
 
 FACTOR = 0.5
 CHECKPOINTING = ("gradient_checkpointing", "use_checkpoint", "checkpointing", "use_checkpointing")
 LINEAR = 1e-3  # largest deviation from a straight line, relative to the effect of kappa = 0
 CANCELLED = 1e-2  # largest change, relative to the effect of kappa = 0; the eps of a norm is visible here
-
-
-class VerificationError(ValueError):
-    """The hooks on a model do not scale its long skips, or not only them."""
 
 
 @dataclass(frozen=True)

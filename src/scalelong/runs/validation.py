@@ -1,0 +1,149 @@
+"""Which values settings may have: one table of bounds, one check of every value. YAML that is read safely. No torch."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal
+
+import yaml
+
+from scalelong.errors import SettingError, require, require_number, short, unknown_name
+from scalelong.failpoints import protected
+
+_COUNT = 10**12  # of steps
+_FACTOR = 1e6
+LARGEST_YAML = 2**16  # bytes; the settings of a run take 3 KB
+MAX_CLASSES = 100_000  # of labels and class names
+
+# Every number of every setting: the least and the largest value. What a method or sampler allows beyond that, it checks.
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "data.image_size": (1, 8192),
+    "data.workers": (0, 1024),
+    "data.worker_timeout": (1, 1e7),
+    "data.resident_mb": (0, 2**24),
+    "model.patch_size": (1, 1024),
+    "model.dim": (1, 2**16),
+    "model.depth": (1, 1000),
+    "model.heads": (1, 4096),
+    "model.channels": (1, 2**14),
+    "model.layers_per_block": (1, 64),
+    "scaling.kappa": (-_FACTOR, _FACTOR),
+    "scaling.reduction": (-_FACTOR, _FACTOR),
+    "scaling.start": (-_FACTOR, _FACTOR),
+    "scaling.t": (-_FACTOR, _FACTOR),
+    "scaling.eps": (-_FACTOR, _FACTOR),
+    "scaling.tau": (-_FACTOR, _FACTOR),
+    "condition.drop": (0, 1),
+    "condition.max_tokens": (1, 2**16),
+    "optimizer.lr": (0, 1e30),
+    "optimizer.weight_decay": (0, 1e30),
+    "optimizer.betas": (0, 1),
+    "optimizer.warmup_steps": (0, _COUNT),
+    "optimizer.clip_norm": (0, 1e30),
+    "training.steps": (1, _COUNT),
+    "training.batch_size": (1, 10**7),
+    "training.accumulate": (1, 10**6),
+    "training.ema_decay": (0, 1),
+    "training.seed": (0, 2**62),
+    "training.log_every": (1, _COUNT),
+    "training.checkpoint_every": (1, _COUNT),
+    "training.keep": (2, 10**6),
+    "training.sample_every": (0, _COUNT),
+    "training.max_nonfinite": (0, _COUNT),
+    "training.spike_factor": (1, 1e30),
+    "training.rank_timeout": (1, 1e7),
+    "sampling.steps": (0, 10**6),
+    "sampling.count": (1, 10**9),
+    "sampling.guidance": (0, _FACTOR),
+    "sampling.guidance_interval": (0, math.inf),
+    "sampling.batch_size": (1, 10**6),
+    "conditioning.num_classes": (0, MAX_CLASSES),
+    "conditioning.text_tokens": (0, 2**16),
+    "conditioning.text_dim": (0, 2**16),
+    "autoencoder.widths": (8, 2**13),
+    "autoencoder.latent_channels": (1, 1024),
+    "autoencoder.layers": (1, 64),
+    "autoencoder.steps": (1, _COUNT),
+    "autoencoder.batch_size": (1, 10**6),
+    "autoencoder.lr": (1e-30, 1e30),
+    "autoencoder.kl": (0, _FACTOR),
+    "autoencoder.seed": (0, 2**62),
+    "autoencoder.log_every": (1, _COUNT),
+}
+
+
+def check_values(part: str, settings: Any) -> None:
+    """Raise a SettingError that names the first setting of this dataclass with a bad value.
+
+    >>> from scalelong.runs.settings import OptimizerSettings
+    >>> check_values("optimizer", OptimizerSettings(lr=float("inf")))
+    Traceback (most recent call last):
+    scalelong.errors.SettingError: optimizer.lr: must be a finite number, got inf
+    """
+    for name, hint in typing.get_type_hints(type(settings)).items() if protected("settings.check") else ():
+        _check_value(f"{part}.{name}", getattr(settings, name), hint)
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
+    if isinstance(hint, UnionType):  # X | None
+        if value is None:
+            return
+        (hint,) = (kind for kind in hint.__args__ if kind is not type(None))
+    kinds, origin = typing.get_args(hint), typing.get_origin(hint)
+    if origin is Literal:
+        if value not in kinds:
+            raise unknown_name(key, value, kinds)
+    elif origin is tuple:
+        many = kinds[-1] is Ellipsis
+        count = "1 to 100,000" if many else str(len(kinds))
+        listed = isinstance(value, tuple) and (0 < len(value) <= MAX_CLASSES if many else len(value) == len(kinds))
+        if kinds[0] is str and value == ():
+            return  # no names
+        require(listed, key, f"{count} values", value)
+        for each in value:
+            _check_value(key, each, kinds[0])
+    elif hint in (int, float):
+        require_number(key, value, *BOUNDS[key], whole=hint is int)
+    elif hint in (bool, str):
+        require(isinstance(value, hint), key, {bool: "true or false", str: "text"}[hint], value)
+        require(value is True or value is False or "\0" not in value, key, "text without a NUL character", value)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain values only: an alias could stand for more than memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed in settings")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a small YAML file of plain values; a SettingError that names the file if it is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_YAML + 1)
+        if len(text) > LARGEST_YAML:
+            raise SettingError(f"{path}: more than {LARGEST_YAML:,} bytes, which no settings have; check the path")
+        loader: Any = _PlainLoader(text.decode())
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except OSError as error:
+        raise SettingError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
+    except SettingError:
+        raise
+    except RecursionError:
+        raise SettingError(f"{path}: is nested too deeply to be settings; check the file") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, an impossible date
+        raise SettingError(f"{path}: is not YAML of plain values: {short_lines(error)}") from None
+
+
+def short_lines(error: Exception) -> str:
+    """The message of an error on one line, cut."""
+    return short(" ".join(str(error).split()), 200).strip("'\"")
