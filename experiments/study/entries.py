@@ -34,7 +34,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The method as it stands in tables: "ls", "cs kappa=0.7 ramp=20000"."""
+        """The method as shown in tables: "ls", "cs kappa=0.7 ramp=20000"."""
         return " ".join([self.method, *(f"{key}={value}" for key, value in {**self.options, **self.changes}.items())])
 
     @property
@@ -43,12 +43,10 @@ class Run:
         return f"{self.label}-seed{self.seed}".replace(" ", "-")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Runs that train at the same time on one GPU, with the same network, data and schedule."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Network and schedule."""
 
-    name: str
-    runs: tuple[Run, ...]
     steps: int = 100_000
     batch: int = 128
     lr: float = 2e-4
@@ -57,9 +55,17 @@ class Piece:
     depth: int = 12
     heads: int = 4
     patch: int = 4
-    data: str = "cifar10"
     loss_every: int = 1000
     fid_at: tuple[int, ...] = (10_000, 25_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True)
+class Piece(Recipe):
+    """Runs that train at the same time on one GPU, with the same data, network and schedule."""
+
+    name: str
+    runs: tuple[Run, ...]
+    data: str = "cifar10"
     minutes: float = 0.0  # estimated, or measured once done
     status: str = "open"  # open, done, partial
     needs: str = ""  # code that is not written yet

@@ -10,7 +10,6 @@ all runs have ended they are merged into experiments/results/study.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import hashlib
 import json
@@ -21,21 +20,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from entries import DATA, QUEUE, Piece, Run, StudyError, check_startable, read_queue
+from entries import DATA, QUEUE, Piece, Recipe, StudyError, check_startable, read_queue
+from network import Spec, write_spec
+from results import RESULTS, check_joinable, check_paired, collect, merge, outcomes, write_rows
 from torch import Tensor
-from train import PROTOCOL, Spec, write_spec
+from train import PROTOCOL
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "study"
-COLUMNS = ("experiment", "method", "seed", "step", "test_loss", "fid", "seconds", "train_loss", "raw_test_loss")
-COLUMNS += ("short_test_loss", "fid_short")
 FINAL_SECONDS = 30  # per run: the last evaluation, samples and FID after the deadline
 
 
@@ -69,66 +66,6 @@ def code_commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-# ---------------------------------------------------------------------------------------------------------- results
-
-
-def check_joinable(
-    results: Path, name: str, commit: str, data: str, data_name: str = "cifar10", accept_commit: Sequence[str] = ()
-) -> None:
-    """Raise StudyError where results of other pixels of this data set, of other code or of the same piece are there."""
-    meta = read_meta(results)
-    for other, about in meta["pieces"].items():
-        if about["data"] != data and about["settings"].get("data", "cifar10") == data_name:
-            raise StudyError(
-                f"results.data: {other} was trained on data {about['data']}, this is {data}; use another --results folder"
-            )
-        if about["commit"] not in (commit, *accept_commit):
-            raise StudyError(
-                f"results.commit: {other} was trained by commit {about['commit']}, this is {commit}; check it out, or pass "
-                f"--accept-commit {about['commit']} if nothing that is trained or measured has changed since"
-            )
-    if name in meta["pieces"]:
-        raise StudyError(f"results.{name}: already there; remove its rows and its entry in meta.json to repeat it")
-
-
-def read_meta(results: Path) -> dict[str, Any]:
-    path = results / "meta.json"
-    return json.loads(path.read_text()) if path.exists() else {"pieces": {}}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Replace the table whole."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    partial.replace(path)
-
-
-def merge(work: Path, results: Path, accept_commit: Sequence[str] = ()) -> None:
-    """Add the rows, meta data, events and sample grids of a finished piece to the results."""
-    about = json.loads((work / "piece.json").read_text())
-    name = about["name"]
-    data_name = about["settings"].get("data", "cifar10")
-    check_joinable(results, name, about["commit"], about["data"], data_name, accept_commit)
-    check_paired_with_results(work, about, results)
-    results.mkdir(parents=True, exist_ok=True)
-    table = results / "curves.csv"
-    write_rows(table, [*(read_rows(table) if table.exists() else []), *read_rows(work / "curves.csv")])
-    (results / name).mkdir(exist_ok=True)
-    for path in (*work.glob("*.jsonl"), *work.glob("*.png")):
-        shutil.copyfile(path, results / name / path.name)
-    meta = read_meta(results)
-    meta["pieces"][name] = about
-    (results / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-
-
 # -------------------------------------------------------------------------------------------------------------- running
 
 
@@ -150,9 +87,8 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
 
 def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = True) -> list[Spec]:
     """One worker per run."""
-    same = ("steps", "batch", "lr", "warmup", "dim", "depth", "heads", "patch", "loss_every", "fid_at")
-    shared = {key: getattr(piece, key) for key in same} | {"folder": str(work), "data": data, "deadline": deadline}
-    shared["kernels"] = kernels
+    shared = {entry.name: getattr(piece, entry.name) for entry in dataclasses.fields(Recipe)}
+    shared |= {"folder": str(work), "data": data, "deadline": deadline, "kernels": kernels}
     if not data:
         shared["num_samples"] = 0
     return [
@@ -166,53 +102,6 @@ def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = 
         )
         for run in piece.runs
     ]
-
-
-def collect(piece: Piece, work: Path) -> list[dict[str, Any]]:
-    """The rows that the workers and the FID process have written so far."""
-    fids = {(row["run"], row["step"]): row["fid"] for row in _json_lines(work / "fid.jsonl")}
-    return [
-        {
-            "experiment": piece.name,
-            "method": run.label,
-            "seed": run.seed,
-            "step": row["step"],
-            "test_loss": f"{row['test_loss']:.6g}",
-            "fid": fids.get((run.name, row["step"]), ""),
-            "seconds": row["seconds"],
-            "train_loss": f"{row['train_loss']:.6g}",
-            "raw_test_loss": f"{np.mean(row['raw_bins']):.6g}",  # of the weights themselves
-            "short_test_loss": f"{np.mean(row['short_bins']):.6g}",  # of a shorter average
-            "fid_short": fids.get((f"{run.name}~short", row["step"]), ""),
-        }
-        for run in piece.runs
-        for row in _json_lines(work / f"{run.name}.jsonl")
-        if "test_loss" in row
-    ]
-
-
-def check_paired(piece: Piece, work: Path) -> None:
-    """Raise StudyError unless runs of one seed saw the same batch at every step that both recorded."""
-    seen: dict[tuple[int, int], str] = {}
-    for run in piece.runs:
-        _check_batches(work / f"{run.name}.jsonl", run.seed, seen)
-
-
-def check_paired_with_results(work: Path, about: Mapping[str, Any], results: Path) -> None:
-    """The same for the runs of earlier pieces with these data and this batch size: methods are compared across pieces."""
-    pieces, seen = {**read_meta(results)["pieces"], about["name"]: about}, {}
-    for name, other in pieces.items():
-        folder = work if name == about["name"] else results / name
-        if [other["data"], other["settings"]["batch"]] == [about["data"], about["settings"]["batch"]]:
-            for run in other["settings"]["runs"]:
-                label = {**run["options"], **run.get("changes", {})}
-                _check_batches(folder / f"{Run(run['method'], run['seed'], label).name}.jsonl", run["seed"], seen)
-
-
-def _check_batches(path: Path, seed: int, seen: dict[tuple[int, int], str]) -> None:
-    for row in _json_lines(path):
-        if "batch" in row and seen.setdefault((seed, row["step"]), row["batch"]) != row["batch"]:
-            raise StudyError(f"{path.stem}: batch {row['batch']} at step {row['step']}, others of its seed saw another")
 
 
 def run_piece(
@@ -247,27 +136,6 @@ def run_piece(
 def _start(log: Path, env: dict[str, str], *command: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen([sys.executable, *map(str, command)], env=env, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
-def outcomes(piece: Piece, work: Path) -> dict[str, dict[str, Any]]:
-    """How each run ended, and its milliseconds per step after the first evaluation."""
-    found = {}
-    for run in piece.runs:
-        lines = _json_lines(work / f"{run.name}.jsonl")
-        rows = [line for line in lines if "test_loss" in line]
-        end = next((line["reason"] for line in lines if line.get("event") == "end"), "failed")
-        about: dict[str, Any] = {"end": end, "step": rows[-1]["step"] if rows else 0}
-        if len(rows) > 1:
-            elapsed, steps = rows[-1]["seconds"] - rows[0]["seconds"], rows[-1]["step"] - rows[0]["step"]
-            about["ms_per_step"] = round(1000 * elapsed / steps, 3)
-        found[run.name] = about
-    return found
 
 
 def main() -> None:

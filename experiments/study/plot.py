@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from piece import RESULTS, read_meta, read_rows
+from results import RESULTS, read_meta, read_rows
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

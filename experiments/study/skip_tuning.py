@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from evaluator import Evaluator
 from fid import Gaussian, Inception, Reference
-from train import Evaluator, read_images, read_spec
+from network import read_images, read_spec
 from variants import scale_skip_weights
 
 from scalelong.scaling.constant import CONSTANT_METHODS
@@ -39,7 +40,7 @@ def evaluate(folder: Path, run: str, inception: Path | None, until: float, num_s
     spec = replace(spec, num_samples=num_samples or spec.num_samples)
     images, test = read_images(spec)
     evaluator = Evaluator(spec, test.to(device))
-    state = torch.load(folder / f"{run}.pt", map_location=device)
+    state = torch.load(folder / f"{run}.pt", map_location=device, weights_only=True)
     network = reference = None
     if inception is not None:
         network = Inception(inception, device)

@@ -5,8 +5,6 @@
 The recipe is the paper's: VP-SDE, noise prediction, AdamW with warm-up, EMA. Images, flips, times and noises come from
 one generator that nothing else uses, so runs of one seed see the same batches whatever their method. The network computes
 with bfloat16 copies of float32 master weights, as autocast does, but the copies are made once per step.
-
-Shapes: B batch, n images; images are uint8 (n, 3, 32, 32).
 """
 
 from __future__ import annotations
@@ -17,25 +15,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import variants
-from PIL import Image
+from evaluator import Evaluator, bin_means, save_grid, save_samples
+from network import Spec, build_model, compiled, marginal, predict_noise, read_images, read_spec
 from torch import Tensor, nn
-
-import scalelong
-from scalelong.backbones import UViT, UViTConfig
-
-BETA_MIN, BETA_MAX = 0.1, 20.0
-BETAS, EPS, WEIGHT_DECAY = (0.99, 0.999), 1e-8, 0.03
-EMA_DECAY, SHORT_DECAY = 0.9999, 0.999
-SAMPLER_STEPS, LAST_TIME = 50, 1e-3
-FIXED_SEED = 20231  # test noises and starting noises, the same for every run of every piece
-NOISE_BINS = 10
+from weights import Weights, adamw
 
 PROTOCOL = {
     "process": "VP-SDE, beta(t) = 0.1 + 19.9 t, noise prediction, mean squared error, t uniform, network time 999 t",
@@ -51,51 +39,6 @@ PROTOCOL = {
 }
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a worker is given."""
-
-    name: str
-    method: str
-    seed: int
-    folder: str  # NAME.jsonl, NAME.png and samples/ are written here
-    options: dict[str, Any] = field(default_factory=dict)
-    changes: dict[str, Any] = field(default_factory=dict)  # see variants.py
-    data: str = ""  # .npz with uint8 arrays train and test; empty: random images, to measure speed
-    steps: int = 100_000
-    batch: int = 128
-    lr: float = 2e-4
-    warmup: int = 2500
-    dim: int = 256
-    depth: int = 12
-    heads: int = 4
-    patch: int = 4
-    loss_every: int = 1000
-    fid_at: tuple[int, ...] = ()
-    train_images: int = 50_000  # of random data
-    test_images: int = 4000
-    num_samples: int = 10_000
-    eval_batch: int = 1000
-    steps_per_graph: int = 5
-    kernels: bool = True  # use the Triton kernels on a GPU
-    deadline: float = math.inf  # Unix time at which training stops, wherever it is
-
-
-# ------------------------------------------------------------------------------------------------------------ diffusion
-
-
-def marginal(t: Tensor) -> tuple[Tensor, Tensor]:
-    """(alpha, sigma) of the VP-SDE, (B, 1, 1, 1)."""
-    log_alpha = (-0.25 * (BETA_MAX - BETA_MIN) * t.square() - 0.5 * BETA_MIN * t)[:, None, None, None]
-    return log_alpha.exp(), (-torch.expm1(2 * log_alpha)).sqrt()
-
-
-def predict_noise(model: nn.Module, x_t: Tensor, t: Tensor, low_precision: bool = False) -> Tensor:
-    """The network's prediction in float32."""
-    with torch.autocast(x_t.device.type, torch.bfloat16, enabled=low_precision and x_t.is_cuda):
-        return model(x_t, 999.0 * t).float()
-
-
 def training_loss(model: nn.Module, images: Tensor, index: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
     """Mean squared error on images[index]; uniforms (2, B) are the times and the flips."""
     t, flip = uniforms[0], uniforms[1] < 0.5
@@ -103,110 +46,6 @@ def training_loss(model: nn.Module, images: Tensor, index: Tensor, uniforms: Ten
     x = torch.where(flip[:, None, None, None], x.flip(-1), x)
     alpha, sigma = marginal(t)
     return (predict_noise(model, alpha * x + sigma * noise, t, low_precision=True) - noise).square().mean()
-
-
-def sampling_times(steps: int) -> Tensor:
-    """(steps,) float64 times from 1 to LAST_TIME, even in log(alpha / sigma)."""
-    alpha, sigma = (v.flatten() for v in marginal(torch.tensor([1.0, LAST_TIME], dtype=torch.float64)))
-    ends = (alpha / sigma).log()
-    log_snr = torch.linspace(float(ends[0]), float(ends[1]), steps, dtype=torch.float64)
-    area = 2 * (BETA_MAX - BETA_MIN) * torch.nn.functional.softplus(-2 * log_snr)
-    return area / ((BETA_MIN**2 + area).sqrt() + BETA_MIN) / (BETA_MAX - BETA_MIN)
-
-
-def sample(predict: Callable[[Tensor, Tensor], Tensor], x: Tensor, steps: int = SAMPLER_STEPS) -> Tensor:
-    """DPM-Solver++(2M) from noise x (B, 3, H, W) to images in [-1, 1]; the last step goes to the clean image."""
-    times = sampling_times(steps)
-    alpha, sigma = (v.flatten().tolist() for v in marginal(times))
-    log_snr = [math.log(a / s) for a, s in zip(alpha, sigma, strict=True)]
-    previous, last_h = x, 0.0
-    for i, t in enumerate(times.tolist()):
-        x0 = ((x - sigma[i] * predict(x, torch.full((len(x),), t, device=x.device))) / alpha[i]).clamp(-1, 1)
-        if i + 1 == steps:
-            return x0
-        h = log_snr[i + 1] - log_snr[i]
-        direction = x0 if i == 0 else x0 + (x0 - previous) * (h / last_h / 2)
-        x = sigma[i + 1] / sigma[i] * x - alpha[i + 1] * math.expm1(-h) * direction
-        previous, last_h = x0, h
-    return x
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
-# ------------------------------------------------------------------------------------------------- weights and optimizer
-
-
-class Weights:
-    """A network's parameters in two flat tensors: float32 `master`, and `low`, what matrix products and convolutions use.
-
-    Parameters become views: of `low` in linear layers and convolutions, of `master` everywhere else.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        kinds = (nn.Linear, nn.Conv2d)
-        products = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
-        self.parameters = sorted(model.parameters(), key=lambda p: id(p) not in products)
-        sizes = [-(-p.numel() // 64) * 64 for p in self.parameters]  # every tensor starts at an aligned address
-        device = self.parameters[0].device
-        self.master = torch.zeros(sum(sizes), device=device)
-        low_size = sum(s for p, s in zip(self.parameters, sizes, strict=True) if id(p) in products)
-        self.low = torch.zeros(low_size, dtype=dtype, device=device)
-        self.padding, start = [], 0
-        for parameter, size in zip(self.parameters, sizes, strict=True):
-            place = slice(start, start + parameter.numel())
-            self.master[place].copy_(parameter.detach().flatten())
-            used = self.low if id(parameter) in products else self.master
-            parameter.data = used[place].view(parameter.shape)
-            self.padding.append(used.new_zeros(size - parameter.numel()))
-            start += size
-        self.load(self.master.clone())
-
-    @torch.no_grad()
-    def load(self, values: Tensor) -> None:
-        """Set all parameters from a flat float32 tensor."""
-        self.master.copy_(values)
-        self.low.copy_(self.master[: len(self.low)])
-
-    def flatten(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Gradients of all parameters as two flat tensors: those of `low`, in its dtype, and the rest."""
-        flat: dict[bool, list[Tensor]] = {True: [], False: []}
-        count = 0
-        for gradient, padding in zip(gradients, self.padding, strict=True):
-            flat[count < len(self.low)] += [gradient.reshape(-1), padding]
-            count += gradient.numel() + padding.numel()
-        return torch.cat(flat[True]), torch.cat(flat[False])
-
-
-def adamw(master, low, gradient, m, v, ema, short, step, lr, warmup, sizes=1.0):
-    """AdamW on flat tensors, both EMAs and the low-precision copy: one pass over memory once compiled.
-
-    sizes: what Adam's step of each weight is multiplied by.
-    """
-    gradient = gradient.float()
-    rate = lr * (step / warmup).clamp(max=1.0)
-    m.lerp_(gradient, 1 - BETAS[0])
-    v.lerp_(gradient.square(), 1 - BETAS[1])
-    m_hat = m / -torch.expm1(step * math.log(BETAS[0]))
-    v_hat = v / -torch.expm1(step * math.log(BETAS[1]))
-    master.copy_(master * (1 - rate * WEIGHT_DECAY) - rate * sizes * m_hat / (v_hat.sqrt() + EPS))
-    ema.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=EMA_DECAY))
-    short.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=SHORT_DECAY))
-    low.copy_(master[: len(low)])
-
-
-# ------------------------------------------------------------------------------------------------------------- training
-
-
-def build_model(spec: Spec) -> nn.Module:
-    """The scaled network; the weights outside the gates depend on the seed alone."""
-    torch.manual_seed(spec.seed)
-    config = UViTConfig(image_size=32, patch_size=spec.patch, dim=spec.dim, depth=spec.depth, heads=spec.heads)
-    model = UViT(config)
-    scalelong.apply(model, spec.method, **spec.options)
-    variants.change(model, spec.changes)
-    return model
 
 
 class Trainer:
@@ -290,54 +129,6 @@ class Trainer:
         return digest.hexdigest()[:16]
 
 
-class Evaluator:
-    """Loss and samples of given weights, with a plain network of its own in float32.
-
-    Methods differ by 1e-4 in the loss: rounding to bfloat16 must not add to that.
-    """
-
-    def __init__(self, spec: Spec, test: Tensor) -> None:
-        self.spec, device = spec, test.device
-        self.model = build_model(spec).to(device).requires_grad_(False)
-        self.weights = Weights(self.model, torch.float32)
-        generator = torch.Generator(device).manual_seed(FIXED_SEED)
-        self.noise = torch.randn(test.shape, device=device, generator=generator)
-        self.t = (torch.arange(len(test), device=device) + 0.5) / len(test)
-        alpha, sigma = marginal(self.t)
-        self.x_t = alpha * (test.float() / 127.5 - 1) + sigma * self.noise
-        self._predict = compiled(predict_noise, device.type == "cuda")
-
-    def predict(self, x: Tensor, t: Tensor) -> Tensor:
-        return self._predict(self.model, x, t)
-
-    def losses(self) -> tuple[Tensor, list[float]]:
-        """(n,) loss per test image, and the mean coefficient of each skip."""
-        losses, kappas = [], []
-        size = self.spec.eval_batch
-        for x, t, noise in zip(self.x_t.split(size), self.t.split(size), self.noise.split(size), strict=True):
-            losses.append((self.predict(x, t) - noise).square().flatten(1).mean(1))
-            kappas.append(torch.tensor(scalelong.coefficients(self.model), dtype=torch.float64))
-        return torch.cat(losses), torch.stack(kappas).mean(0).tolist()
-
-    def samples(self) -> Tensor:
-        """uint8 (num_samples, 3, 32, 32), each a function of the weights and its index alone."""
-        device, shape, made = self.x_t.device, self.x_t.shape[1:], []
-        for start in range(0, self.spec.num_samples, self.spec.eval_batch):
-            generator = torch.Generator(device).manual_seed(FIXED_SEED + 1 + start)
-            x = torch.randn(self.spec.eval_batch, *shape, device=device, generator=generator)
-            made.append(to_uint8(sample(self.predict, x)).cpu())
-        return torch.cat(made)[: self.spec.num_samples]
-
-
-def bin_means(losses: Tensor) -> list[float]:
-    """The mean loss in equal bins of t."""
-    return [round(float(part.mean()), 7) for part in losses.chunk(NOISE_BINS)]
-
-
-def compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False) if on_gpu else function
-
-
 def train(spec: Spec, device: torch.device) -> str:
     """Train to the last step, the deadline, divergence or until NAME.stop appears, and say which.
 
@@ -412,38 +203,6 @@ def train(spec: Spec, device: torch.device) -> str:
         torch.save(evaluator.model.state_dict(), folder / f"{spec.name}.pt")
         write(event="end", reason=end, step=step)
     return end
-
-
-def read_images(spec: Spec) -> tuple[Tensor, Tensor]:
-    """uint8 train and test images; random ones where no data is given."""
-    if not spec.data:
-        made = torch.randint(0, 256, (spec.train_images + spec.test_images, 3, 32, 32), dtype=torch.uint8)
-        return made[: spec.train_images], made[spec.train_images :]
-    with np.load(spec.data) as arrays:
-        return torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["test"][: spec.test_images])
-
-
-def save_samples(path: Path, pixels: Tensor) -> None:
-    """Write them whole or not at all: the FID process picks them up."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.save(file, pixels.numpy())
-    partial.replace(path)
-
-
-def save_grid(path: Path, pixels: Tensor, columns: int = 8) -> None:
-    rows = [torch.cat(list(row), dim=2) for row in pixels.split(columns) if len(row) == columns]
-    if rows:
-        Image.fromarray(torch.cat(rows, dim=1).permute(1, 2, 0).numpy()).save(path)
-
-
-def write_spec(spec: Spec, path: Path) -> None:
-    path.write_text(json.dumps(asdict(spec)))
-
-
-def read_spec(path: Path) -> Spec:
-    content = json.loads(path.read_text())
-    return Spec(**{**content, "fid_at": tuple(content["fid_at"])})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Changes of a network that are no scaling methods: where CS acts, and from when. Keys of a run in the queue:
+"""Changes other than a scaling method: the start and the learning rate of the joins. Keys of a run in the queue:
 
     ramp: N              the constant coefficients go from 1 to kappa_i, linearly over N steps
     same_function: true  W_s is divided by kappa_i at the start: the network then computes what the unscaled one does

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-
 from common import Options, base_config, by_method, run_key, trained, varied
 from ensemble import Member, for_member, train_together
 from output import beats, recorded_command

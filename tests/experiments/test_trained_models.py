@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-
 from trained_models import fit_cs, learned_coefficients, robustness_curve
 
 import scalelong

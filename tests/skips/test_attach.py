@@ -94,6 +94,12 @@ def test_only_modules_are_accepted() -> None:
         scalelong.apply("unet", "cs")
 
 
+def test_a_handle_prints_after_removal_too() -> None:
+    handle = scalelong.apply(build(UVIT), "cs", kappa=0.7)
+    handle.remove()
+    assert str(handle) == repr(handle) == "cs(kappa=0.7), removed"
+
+
 def test_a_model_that_is_not_scaled_has_no_coefficients_and_nothing_to_remove() -> None:
     for function in (scalelong.coefficients, scalelong.remove):
         with pytest.raises(ValueError, match=r"not scaled; call scalelong\.apply"):

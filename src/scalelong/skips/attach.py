@@ -67,13 +67,15 @@ class Handle:
         return f"{norms}; {remedy} lets it act in full ({measured})"
 
     def __str__(self) -> str:
+        if not is_scaled(self.model):
+            return f"{self.config}, removed"
         table = skip_table(self.skips, self.coefficients())
         lines = [f"{self.config} on {type(self.model).__name__}", *([self.note] if self.note else []), table]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         """The table, shortened in the middle to fit a notebook cell."""
-        rows = str(self).splitlines() if is_scaled(self.model) else [f"{self.config}, removed"]
+        rows = str(self).splitlines()
         first = len(rows) - len(self.skips)
         if len(self.skips) > MAX_ROWS and first > 0:
             rows[first + MAX_ROWS // 2 : -MAX_ROWS // 2] = [f"... {len(self.skips) - MAX_ROWS} more"]

@@ -1,0 +1,70 @@
+"""Flat weights, and AdamW with both averages as one pass over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+BETAS, EPS, WEIGHT_DECAY = (0.99, 0.999), 1e-8, 0.03
+EMA_DECAY, SHORT_DECAY = 0.9999, 0.999
+
+
+class Weights:
+    """A network's parameters in two flat tensors: float32 `master`, and `low`, what matrix products and convolutions use.
+
+    Parameters become views: of `low` in linear layers and convolutions, of `master` everywhere else.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        kinds = (nn.Linear, nn.Conv2d)
+        products = {id(p) for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+        self.parameters = sorted(model.parameters(), key=lambda p: id(p) not in products)
+        sizes = [-(-p.numel() // 64) * 64 for p in self.parameters]  # every tensor starts at an aligned address
+        device = self.parameters[0].device
+        self.master = torch.zeros(sum(sizes), device=device)
+        low_size = sum(s for p, s in zip(self.parameters, sizes, strict=True) if id(p) in products)
+        self.low = torch.zeros(low_size, dtype=dtype, device=device)
+        self.padding, start = [], 0
+        for parameter, size in zip(self.parameters, sizes, strict=True):
+            place = slice(start, start + parameter.numel())
+            self.master[place].copy_(parameter.detach().flatten())
+            used = self.low if id(parameter) in products else self.master
+            parameter.data = used[place].view(parameter.shape)
+            self.padding.append(used.new_zeros(size - parameter.numel()))
+            start += size
+        self.load(self.master.clone())
+
+    @torch.no_grad()
+    def load(self, values: Tensor) -> None:
+        """Set all parameters from a flat float32 tensor."""
+        self.master.copy_(values)
+        self.low.copy_(self.master[: len(self.low)])
+
+    def flatten(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradients of all parameters as two flat tensors: those of `low`, in its dtype, and the rest."""
+        flat: dict[bool, list[Tensor]] = {True: [], False: []}
+        count = 0
+        for gradient, padding in zip(gradients, self.padding, strict=True):
+            flat[count < len(self.low)] += [gradient.reshape(-1), padding]
+            count += gradient.numel() + padding.numel()
+        return torch.cat(flat[True]), torch.cat(flat[False])
+
+
+def adamw(master, low, gradient, m, v, ema, short, step, lr, warmup, sizes=1.0):
+    """AdamW on flat tensors, both EMAs and the low-precision copy: one pass over memory once compiled.
+
+    sizes: what Adam's step of each weight is multiplied by.
+    """
+    gradient = gradient.float()
+    rate = lr * (step / warmup).clamp(max=1.0)
+    m.lerp_(gradient, 1 - BETAS[0])
+    v.lerp_(gradient.square(), 1 - BETAS[1])
+    m_hat = m / -torch.expm1(step * math.log(BETAS[0]))
+    v_hat = v / -torch.expm1(step * math.log(BETAS[1]))
+    master.copy_(master * (1 - rate * WEIGHT_DECAY) - rate * sizes * m_hat / (v_hat.sqrt() + EPS))
+    ema.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=EMA_DECAY))
+    short.lerp_(master, 1 - ((1 + step) / (10 + step)).clamp(max=SHORT_DECAY))
+    low.copy_(master[: len(low)])
