@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -138,10 +139,19 @@ def apply(
             raise
     hooks.reset_compiled()
     write_config(model, to_json(model))
+    _patch_third_parties(model)
     handle = Handle(model, skips, config)
     if handle.note:
         _log_once(handle.note)
     return handle
+
+
+def _patch_third_parties(model: nn.Module) -> None:
+    """diffusers and peft keep the scaling; a pipeline names `scalelong.diffusers` as the library of a scaled model."""
+    import_module("scalelong.skips.patches").install()  # it imports this module
+    if hasattr(model, "register_to_config"):
+        import_module(hooks.DIFFUSERS)
+        object.__setattr__(model, "__module__", hooks.DIFFUSERS)
 
 
 @cache

@@ -21,6 +21,8 @@ from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputCh
 
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
+DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
+LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -64,6 +66,7 @@ def detach(model: nn.Module) -> None:
         _drop(module._forward_hooks, scale_output)
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
+    vars(model).pop("__module__", None)
     _drop(model._load_state_dict_pre_hooks, check_state_dict)
     _drop(model._load_state_dict_post_hooks, warn_of_missing)
     _drop(model._state_dict_pre_hooks, restore_constants)
