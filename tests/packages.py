@@ -8,6 +8,7 @@ operators are declared (and never called) before it is imported, and nothing els
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 import scalelong
 
-FOLDER = Path(__file__).parents[1] / ".venv" / "packages"
+FOLDER = Path(os.environ.get("SCALELONG_PACKAGES", Path(__file__).parents[1] / ".venv" / "packages"))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of
+from scalelong.skips.patches import plain_loading
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -63,9 +65,10 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
 
 
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
-    """`cls.from_pretrained(folder)` for a scaled diffusers model that was saved with `save_pretrained`.
+    """`cls.from_pretrained(folder)` for a scaled diffusers model, or a pipeline with one, saved with `save_pretrained`.
 
-    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
+    `import scalelong.diffusers` makes `cls.from_pretrained` itself do this; this function also takes an example, and raises
+    if the folder has no scaling or lacks its gates. folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
@@ -78,7 +81,10 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
 
         hub = {name: options[name] for name in HUB_OPTIONS if name in options}
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    import_module(DIFFUSERS)
     source = Path(folder) / options.pop("subfolder", "")
+    if (source / "model_index.json").is_file():
+        return cls.from_pretrained(source, **options)  # type: ignore[attr-defined, no-any-return]
     path = source / "config.json"
     stored = json.loads(path.read_text()).get(CONFIG_KEY)
     if stored is None:
@@ -88,7 +94,8 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     level = logger.level
     logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
     try:
-        model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
+        with plain_loading():
+            model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     finally:
         logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
