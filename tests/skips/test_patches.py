@@ -181,14 +181,15 @@ def test_the_example_script_of_diffusers_is_resumed_and_its_pipeline_loaded(meth
     for at, image in enumerate(images):
         Image.fromarray(image).save(tmp_path / "images" / f"{at}.png")
     unet().save_config(tmp_path / "config")
-    env = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"HF_HOME": str(tmp_path / "hf"), "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), *sys.path])}
+    ours = os.pathsep.join([str(ROOT), *sys.path])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     common = f"--train_data_dir images --model_config_name_or_path config --resolution 16 --train_batch_size 2 --use_ema \
         --num_epochs 2 --checkpointing_steps 4 --ddpm_num_inference_steps 2 --eval_batch_size 1 --lr_warmup_steps 1"
 
     def run(out: str, stop: int, *more: str) -> None:
         command = [sys.executable, "-m", "tests.example_script", script, method, str(stop), *common.split()]
-        done = subprocess.run([*command, "--output_dir", out, *more], env=env, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([*command, "--output_dir", out, *more], cwd=tmp_path, capture_output=True, text=True,
+                              env={**env, "PYTHONPATH": f"{FOLDER}{os.pathsep}{ours}"})  # fmt: skip
         assert done.returncode == (9 if stop else 0), done.stderr[-3000:]
 
     run("whole", 0)
@@ -204,6 +205,6 @@ def test_the_example_script_of_diffusers_is_resumed_and_its_pipeline_loaded(meth
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     torch.save(x, tmp_path / "x.pt")
     code = [sys.executable, "-c", LOAD, "parts", "x.pt", "found.pt"]
-    done = subprocess.run(code, env=env, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(code, env={**env, "PYTHONPATH": ours}, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(torch.load(tmp_path / "found.pt"), output(model))

@@ -86,7 +86,6 @@ class Scaling(nn.Module):
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
     loaded_without = False  # while a state dict is loaded: it has none of our constants
-    written: Any = None  # the entry of this scaling in the model's config
 
     def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()

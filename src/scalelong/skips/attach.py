@@ -258,7 +258,6 @@ def write_config(model: Any, stored: dict[str, Any] | None) -> None:
     if not hasattr(model, "register_to_config"):
         return
     if stored is not None:
-        scaling_of(model).written = stored
         model.register_to_config(**{CONFIG_KEY: stored})
     else:
         entries = model._internal_dict

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -221,15 +221,12 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
 
 
 def warn_of_missing(model: nn.Module, *_: Any) -> None:
-    """Load-state-dict post-hook: warn of weights without a scaling, unless a saved config that names it was loaded first, as
-    diffusers' training scripts do when they resume: its `from_pretrained` drops the constants."""
+    """Load-state-dict post-hook: warn of weights without a scaling."""
     scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
     missing, scaling.loaded_without = scaling.loaded_without, False
-    config = getattr(model, "config", None)
-    registered = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
-    if missing and (registered is scaling.written or registered != scaling.written):
+    if missing:
         lacking = f"the loaded weights have no scaling (no {root_name(model)}.*), they were trained without"
         warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=4)
 

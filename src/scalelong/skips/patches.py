@@ -6,6 +6,7 @@ with `from_config`, so a config that names a scaling gives a scaled model: from_
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
@@ -67,7 +68,8 @@ def _patch_loading() -> None:
         def build(cls: Any, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
             if config is not None and not isinstance(config, dict):  # a path, as EMAModel gives it
                 config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
-            stored = config.get(CONFIG_KEY) if config is not None else None
+            own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
+            stored = config.get(CONFIG_KEY) if config is not None and not own else None
             if stored is not None:
                 config = {key: value for key, value in config.items() if key != CONFIG_KEY}
             built = from_config(cls, config, return_unused_kwargs, **kwargs)
