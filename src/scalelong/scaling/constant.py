@@ -69,6 +69,7 @@ class SkipSize:
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
     batch_dim: int = 0  # 1: (T, B, C)
     main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
+    nest: int = 1  # number of its U, in networks with several; constant methods count in each from its outermost skip
     stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from scalelong.errors import unknown_name
 from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
-from scalelong.skips.example import as_call, is_meta, merge_example
+from scalelong.skips.example import as_call, independent_copy, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
@@ -209,7 +208,7 @@ def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
         return skips or [], False
     plain = model
     if is_scaled(model):
-        plain = copy.deepcopy(model)
+        plain = independent_copy(model)
         hooks.detach(plain)
     found = detect(plain, call).skips() if skips is None else skips
     reaches = measure_reach(plain, found, call)

@@ -178,9 +178,12 @@ def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None =
     1  down_blocks.0.resnets.2  up_blocks.2.resnets.0  32        -       full
     """
     rows = [["i", "made in", "used in", "channels", "tokens", "reach"] + (["kappa"] if coefficients else [])]
+    several = len({skip.size.nest for skip in skips}) > 1
+    first = {skip.size.nest: skip.index for skip in reversed(skips)}
     for skip in skips:
         size = skip.size
-        row = [str(skip.index), skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
+        number = f"{size.nest}.{skip.index - first[size.nest] + 1}" if several else str(skip.index)
+        row = [number, skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
         rows.append(row + ([f"{coefficients[skip.index - 1]:.4g}"] if coefficients else []))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

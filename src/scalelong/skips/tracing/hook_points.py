@@ -43,7 +43,7 @@ class Detection:
         for index, path in enumerate(self.paths, start=1):
             call, slot, node, also = find_hook_point(self.trace, path)
             made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, call)
-            size = _size(self.trace, path, node)
+            size = replace(_size(self.trace, path, node), nest=path.nest)
             found.append(LongSkip(index, made_in, used_in, size, "unknown", call.name, slot, also))
         return found
 
@@ -217,7 +217,7 @@ def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
     around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
     giving = [call for call in around if call.returned == {node} and call.parent >= 0]
-    return next((call.name for call in giving + around[::-1]), "")
+    return next((call.name for call in giving + around[::-1]), "") or INPUT
 
 
 def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
