@@ -162,10 +162,27 @@ class LongSkip:
     slot: Slot
     also: HookPoints = ()  # further modules that receive the same concatenation
     after_norm: HookPoints = ()  # placement="after_norm": hook these instead
+    given: bool = False  # named by the user rather than found
 
     @property
     def hook_points(self) -> HookPoints:
         return self.after_norm or ((self.consumer, self.slot), *self.also)
+
+
+Named = LongSkip | tuple[str, str]  # a skip, or the modules it is made and used in
+
+
+def as_nests(skips: Sequence[Named | Sequence[Named]]) -> list[list[tuple[str, str]]]:
+    """Skips given by a user, as pairs of names by U: a list of skips is one U, a list of lists several."""
+    flat = all(isinstance(item, LongSkip) or (len(item) == 2 and isinstance(item[0], str)) for item in skips)
+    nests: list[list[Any]] = [list(skips)] if flat else [list(item) for item in skips]  # type: ignore[arg-type]
+    if flat and all(isinstance(item, LongSkip) for item in skips):  # as found: each has the number of its U
+        numbers = dict.fromkeys(item.size.nest for item in nests[0])
+        nests = [[item for item in nests[0] if item.size.nest == number] for number in numbers]
+    named = [[(i.made_in, i.used_in) if isinstance(i, LongSkip) else tuple(i) for i in nest] for nest in nests]
+    if not named or not all(named) or not all(len(pair) == 2 for nest in named for pair in nest):
+        raise ValueError(f"skips: must be skips or pairs (made_in, used_in), outermost first, or lists of them, got {skips!r}")
+    return named
 
 
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:

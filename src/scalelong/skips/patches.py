@@ -21,9 +21,9 @@ from torch import nn
 
 from scalelong.files import write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, to_json
+from scalelong.skips.attach import apply
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, LORA_TAG, is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, LORA_TAG, is_scaled, root_name, scaling_of, stored_scaling
 
 logger = logging.getLogger("scalelong")
 _leave_plain = False  # while `scalelong.from_pretrained` builds a model that it scales itself, with an example
@@ -89,7 +89,8 @@ def _scale_as_stored(model: nn.Module, stored: Mapping[str, Any]) -> None:
         unknown = f"its config names a scaling, but the skips of this {name} are found with an example only"
         raise ValueError(f"model: {unknown}; use scalelong.from_pretrained({name}, folder, example=(x, t))")
     config = ScalingConfig.from_json(stored)
-    found = apply(model, config.method, placement=stored.get("placement", "before"), **config.options).scaling.num_skips
+    placed = {"placement": stored.get("placement", "before"), "skips": stored.get("skips")}
+    found = apply(model, config.method, **placed, **config.options).scaling.num_skips
     if found != stored["num_skips"]:
         raise ValueError(
             f"num_skips: the saved scaling has {stored['num_skips']} skips, this {name} has {found}; load it into a model as saved"
@@ -125,7 +126,7 @@ def _patch_peft() -> None:
             if is_scaled(base) and kwargs.get("is_main_process", True):
                 _warn_of_lost_gates(base)
                 for path in Path(save_directory).rglob("adapter_config.json"):
-                    stored = {**json.loads(path.read_text()), CONFIG_KEY: to_json(base)}
+                    stored = {**json.loads(path.read_text()), CONFIG_KEY: stored_scaling(base)}
                     write_text(path, json.dumps(stored, indent=2, sort_keys=True))
             return result
 
@@ -157,7 +158,7 @@ def _patch_diffusers_lora() -> None:
             if is_scaled(self):
                 _warn_of_lost_gates(self)
                 name = kwargs.get("weight_name") or lora_base.LORA_WEIGHT_NAME_SAFE
-                _add_metadata(Path(save_directory) / name, to_json(self))
+                _add_metadata(Path(save_directory) / name, stored_scaling(self))
             return result
 
         return save
@@ -210,14 +211,14 @@ def _add_metadata(file: Path, stored: Mapping[str, Any]) -> None:
 
 def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str) -> None:
     """Raise if an adapter was trained on a model with another scaling; warn if it was trained without one."""
-    own = to_json(model) if is_scaled(model) else None
+    own = stored_scaling(model) if is_scaled(model) else None
     if stored is None and own is not None:
         logger.warning("%s: it was trained without a scaling, the model has %s", where, scaling_of(model).config)
     if stored is None or (own is not None and dict(stored) == own):
         return
     theirs = f"it was trained on a model with {ScalingConfig.from_json(stored)} on {stored['num_skips']} skips"
     if own is None:
-        options = "".join(f", {key}={value!r}" for key, value in stored["options"].items() if value is not None)
+        options = "".join(f", {key}={value!r}" for key, value in stored["options"].items() if value not in (None, False))
         remedy = f'call scalelong.apply(model, "{stored["method"]}"{options}) first'
         raise ValueError(f"{where}: {theirs}, this {type(model).__name__} has none; {remedy}")
     raise ValueError(f"{where}: {theirs}, this one has {scaling_of(model).config}; apply the scaling it was trained with")

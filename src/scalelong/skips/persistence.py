@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
+from scalelong.skips.attach import apply, find_skips, remove, write_config
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of, stored_scaling
 from scalelong.skips.patches import plain_loading
 
 WEIGHTS_NAME = "model.safetensors"
@@ -36,7 +36,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored, folder = to_json(model), Path(folder)
+    stored, folder = stored_scaling(model), Path(folder)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
@@ -119,19 +119,23 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
             f"model: the skips of this {type(model).__name__} are not known, and there is no example to trace it with"
         )
         raise ValueError(f"{unknown}; pass one as for apply: scalelong.load(..., example=(x, t))")
-    found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
+    given = stored.get("skips")  # named by the user
+    found = scaling_of(model).num_skips if is_scaled(model) else stored["num_skips"]
+    if given is None and not is_scaled(model):
+        found = len(find_skips(model, example=example))
     if found != stored["num_skips"]:
         own = f"this {type(model).__name__} has {found}"
         raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
     if is_scaled(model):
-        placed = to_json(model).get("placement", "before")
-        for key, here, saved in (("scaling", scaling_of(model).config, config), ("placement", placed, placement)):
+        own = stored_scaling(model)
+        pairs = (("placement", own.get("placement", "before"), placement), ("skips", own.get("skips"), given))
+        for key, here, saved in (("scaling", scaling_of(model).config, config), *pairs):
             if here != saved:
                 both = f"the model has {here}, the saved one is {saved}"
                 raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
         yield
         return
-    apply(model, config.method, example=example, placement=placement, **config.options)
+    apply(model, config.method, example=example, placement=placement, skips=given, **config.options)
     try:
         yield
     except BaseException:

@@ -168,7 +168,7 @@ def _with_inputs(trace: Trace, chosen: list[SkipPath], every: Sequence[Sequence[
 
 def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
     """The long skips in a group of paths: none if the paths follow each other or only go around one block."""
-    group = _merge_repeats(trace, group)
+    group = merge_repeats(trace, group)
     if _is_stack(trace, group):
         return sorted(group, key=lambda path: -path.join), None
     uses = Counter(path.source for path in group)
@@ -233,7 +233,7 @@ def longest_nest(trace: Trace, paths: Sequence[SkipPath]) -> list[SkipPath]:
     return max(best, key=len, default=[])
 
 
-def _merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
+def merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
     """A module that is called several times with the same skip joins one skip, not several."""
     merged = []
     for source in dict.fromkeys(path.source for path in group):
