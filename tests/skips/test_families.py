@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import scalelong
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.families import stages
+from scalelong.skips.patches import plain_loading
 from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build, output
 from tests.skips.oracle import hand_scaled_output
 
@@ -135,13 +136,13 @@ def test_save_pretrained_keeps_the_scaling(family: Family, method: str, options:
     assert "long_skip_scaling" not in loaded.config
 
 
-def test_loading_a_scaled_checkpoint_without_its_scaling_warns(tmp_path, caplog) -> None:
+def test_diffusers_by_itself_warns_of_the_scaling_it_does_not_know(tmp_path, caplog) -> None:
     family = FAMILIES[0]
     model = build(family)
     scalelong.apply(model, "cs", kappa=0.6)
     model.save_pretrained(tmp_path)
     logging.getLogger("diffusers").propagate = True
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), plain_loading():
         type(model).from_pretrained(tmp_path)
     assert "long_skip_scaling" in caplog.text
     assert "scalelong.kappa" in caplog.text

@@ -69,12 +69,12 @@ def _patch_loading() -> None:
             if config is not None and not isinstance(config, dict):  # a path, as EMAModel gives it
                 config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
             own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
-            stored = config.get(CONFIG_KEY) if config is not None and not own else None
+            stored = config.get(CONFIG_KEY) if config is not None and not own and not _leave_plain else None
             if stored is not None:
                 config = {key: value for key, value in config.items() if key != CONFIG_KEY}
             built = from_config(cls, config, return_unused_kwargs, **kwargs)
             model = built[0] if return_unused_kwargs else built
-            if stored is not None and isinstance(model, nn.Module) and not _leave_plain:
+            if stored is not None and isinstance(model, nn.Module):
                 _scale_as_stored(model, stored)
             return built
 
