@@ -78,7 +78,12 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     >>> read_events(Path())
     ([{'step': 10, 'kind': 'train', 'loss': 0.5}], 1)
     """
-    lines = (folder / METRICS).read_text(errors="replace").splitlines()
+    return read_records(folder / METRICS)
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON lines of a file that have a step, and the number of others."""
+    lines = path.read_text(errors="replace").splitlines()
     records = []
     for line in lines:
         with contextlib.suppress(ValueError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
-from scalelong.runs.events import read_events
-from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
+from scalelong.runs.events import read_events, read_records
+from scalelong.runs.settings import RunConfig, SamplingSettings, ScalingSettings, from_yaml
 
 Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
@@ -23,6 +24,14 @@ Column = tuple[list[int], list[float]]  # steps and values
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
 LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
+
+
+MIDDLE = re.compile(r"(^|[._])(mid|middle|bottleneck|bottom|center|centre)", re.IGNORECASE)  # usual names of it
+
+
+def middle_of(blocks: Sequence[str]) -> str:
+    """The block at the bottom of a U, by its name or its place; empty for no blocks."""
+    return next((block for block in blocks if MIDDLE.search(block)), blocks[len(blocks) // 2] if blocks else "")
 
 
 def is_run(folder: str | Path) -> bool:
@@ -116,8 +125,7 @@ class Run:
     @property
     def middle_block(self) -> str:
         """The middle of the probed blocks, the bottom of the U; empty where nothing was probed."""
-        blocks = self.blocks
-        return next((b for b in blocks if b.startswith("mid")), blocks[len(blocks) // 2] if blocks else "")
+        return middle_of(self.blocks)
 
     def column(self, kind: str, key: str, upto: int | None = None, after: int = -1) -> Column:
         """Steps and values of the records with a finite number under this key, for after < step <= upto."""
@@ -177,7 +185,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run folder; a run without training records is an error.
+    """Read a run folder, or the file of an `OscillationProbe`; a run without training records is an error.
 
     >>> from scalelong.runs.settings import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -186,6 +194,8 @@ def read_run(folder: str | Path) -> Run:
     10
     """
     folder = Path(folder)
+    if folder.is_file():
+        return _read_probe(folder)
     config = read_config(folder)
     if not (folder / METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
@@ -205,6 +215,21 @@ def read_run(folder: str | Path) -> Run:
     return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
 
 
+def _read_probe(path: Path) -> Run:
+    """A run of another training loop: the records of a probe, with losses if the loop gave them."""
+    records, damaged = read_records(path)
+    probe = [record for record in records if any(key.startswith("norm/") for key in record)]
+    if not probe:
+        raise ValueError(f"{path}: has no records of an OscillationProbe; give its path=, or a run folder")
+    scaling = next((record["scaling"] for record in reversed(probe) if "scaling" in record), {"method": "none"})
+    known = {key: value for key, value in scaling.get("options", {}).items() if hasattr(ScalingSettings, key)}
+    config = RunConfig(scaling=ScalingSettings(method=scaling["method"], **known))
+    config = replace(config, training=replace(config.training, steps=probe[-1]["step"]))
+    config = replace(config, optimizer=replace(config.optimizer, warmup_steps=0))
+    train = [{key: record[key] for key in ("step", "loss", "seconds") if key in record} for record in probe]
+    return Run(path, config, train, probe, damaged)
+
+
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """The runs in these folders or right inside them, and why others were left out; no run at all is an error.
 
@@ -217,7 +242,7 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
     found: list[Path] = []
     for folder in map(Path, folders):
-        inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inside = [] if is_run(folder) or folder.is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
         found += [path.resolve() for path in inside or [folder]]
     if not found:
         raise ValueError("runs: none given; name run folders, for example runs/demo")

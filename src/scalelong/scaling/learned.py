@@ -135,7 +135,7 @@ def learned_scaling(
     if module == "learnable":  # independent of the input: any number of tokens will do
         return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
     if axis == "auto":  # the paper's choice: tokens on transformers, channels on convolutional networks
-        axis = "tokens" if all(size.channels_last for size in sizes) else "channels"
+        axis = "tokens" if all(size.channels_last and size.tokens for size in sizes) else "channels"
     if axis == "tokens" and not all(size.tokens and size.channels_last for size in sizes):
         raise ValueError("scaling.axis: 'tokens' needs a transformer with a fixed number of them; use axis='channels'")
     gated = [(size.tokens or 0) if axis == "tokens" else size.channels for size in sizes]
