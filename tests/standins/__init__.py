@@ -85,7 +85,7 @@ REFUSED = [
     StandIn("shared decoder", SharedDecoder, image, None, "called 2 times in one forward"),
     StandIn("UNet called twice", Twice, image, None, "is called 2 times in one forward"),
     StandIn("one UNet as two branches", lambda: SideBySide(True), image, None, "is called 2 times in one forward"),
-    StandIn("a skip twice in one join", JoinedTwiceAtOnce, image, None, r"joins the output of down.\d 2 times at once"),
+    StandIn("a skip twice in one join", JoinedTwiceAtOnce, image, None, "joins the output of .* 2 times at once"),
     StandIn("copies that share weights", SharingCopies, image, None, r"deepcopy of this SharingCopies shares its net"),
     StandIn(
         "draining blocks without modules",

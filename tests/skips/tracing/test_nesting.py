@@ -130,24 +130,24 @@ def test_a_second_u_of_another_class_is_numbered_for_itself() -> None:
     model = nn.Module()
     model.first, model.second = Decoder((Cat, Cat, Cat)), Smaller((Add, Add))
     model.forward = lambda x: model.second(model.first(x))
-    handle = scalelong.apply(model, "cs", kappa=0.5, example=image())
-    assert [skip.size.nest for skip in handle.skips] == [1, 1, 1, 2, 2]
-    assert handle.coefficients() == [1, 0.5, 0.25, 1, 0.5]
+    skips = scalelong.find_skips(model, example=image())
+    assert [(skip.size.nest, skip.used_in.split(".")[0]) for skip in skips] == [(1, "first")] * 3 + [(2, "second")] * 2
 
 
 @pytest.mark.parametrize(
     ("build", "nests"),
     [
-        (Branches, (["time.down"] * 3, ["freq.down"] * 3)),
-        (SideBySide, (["time.down"] * 3, ["freq.down"] * 2)),
-        (TwinDecoders, (["net.down"] * 3, ["net.down"] * 3)),
-        (InputSkip, (["input", "net.down", "net.down"],)),
+        (Branches, (["time.up.2", "time.up.1", "time.up.0"], ["freq.up.2", "freq.up.1", "freq.up.0"])),
+        (SideBySide, (["time.up.2", "time.up.1", "time.up.0"], ["freq.up.1", "freq.up.0"])),
+        (TwinDecoders, (["net.up.2", "net.up.1", "net.up.0"], ["twin.up.2", "twin.up.1", "twin.up.0"])),
+        (InputSkip, (["last", "net.up.1", "net.up.0"],)),
     ],
 )
 def test_skips_are_numbered_per_u(build: type[nn.Module], nests: Sequence[list[str]]) -> None:
     handle = scalelong.apply(build(), "cs", kappa=0.5, example=image())
     found = [[skip for skip in handle.skips if skip.size.nest == number] for number in range(1, len(nests) + 1)]
-    assert [[skip.made_in.rpartition(".")[0] or skip.made_in for skip in nest] for nest in found] == list(nests)
+    assert [[skip.consumer for skip in nest] for nest in found] == list(nests)
+    assert [skip.made_in == "input" for skip in handle.skips] == [build is InputSkip, *[False] * (len(handle.skips) - 1)]
     assert handle.coefficients() == [0.5**at for nest in found for at in range(len(nest))]
     assert [line.split()[0] for line in str(handle).splitlines()[-2:]] == (
         ["2", "3"] if len(nests) == 1 else [f"2.{len(nests[1]) - 1}", f"2.{len(nests[1])}"]
@@ -164,7 +164,7 @@ def test_skips_can_be_given_by_u_or_by_name(tmp_path) -> None:
     scalelong.remove(model)
     named = [("freq.down.0", "freq.up.1"), ("freq.down.1", "freq.up.0.conv")]
     handle = scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=named)
-    assert [skip.made_in for skip in handle.skips] == ["freq.down.0", "freq.down.1"]
+    assert [skip.consumer for skip in handle.skips] == ["freq.up.1", "freq.up.0"]
     scalelong.save(model, tmp_path)
     other = SideBySide()
     scalelong.load(other, tmp_path, example=image())

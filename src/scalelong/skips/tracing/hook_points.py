@@ -79,11 +79,12 @@ def _named_paths(trace: Trace, given: Sequence[Sequence[Names]]) -> list[SkipPat
     found = []
     for number, nest in enumerate(given, start=1):
         for made_in, used_in in nest:
-            made = [path for path in paths if made_in in (_made_in(trace, path.source), trace.module_name(path.source))]
+            made = [path for path in paths if made_in in _made_names(trace, path.source)]
             fits = [path for path in made if used_in in inside[path]]
             around = [path for path in made if used_in in _around(trace, path)]
             if len(fits or around) != 1:
-                raise _unknown_skip((made_in, used_in), [(_made_in(trace, p.source), inside[p][0]) for p in paths], len(fits))
+                known = [(_made_names(trace, path.source)[-1], inside[path][0]) for path in paths]
+                raise _unknown_skip((made_in, used_in), known, len(fits))
             found.append(replace((fits or around)[0], nest=number))
     return found
 
@@ -277,7 +278,15 @@ def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
     around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
     giving = [call for call in around if call.returned == {node} and call.parent >= 0]
-    return next((call.name for call in giving + around[::-1]), "") or INPUT
+    return INPUT if trace.nodes[node].name == INPUT else next((call.name for call in giving + around[::-1]), "")
+
+
+def _made_names(trace: Trace, node: int) -> list[str]:
+    """Names of where a skip is made; last, the module whose output is only activated or reshaped in its caller's forward."""
+    names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
+    while len(at.parents) == 1 and at.weight is None:
+        at = trace.nodes[at.parents[0]]
+    return [*names, _made_in(trace, at.index)]
 
 
 def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
