@@ -226,7 +226,7 @@ def _read_probe(path: Path) -> Run:
     config = RunConfig(scaling=ScalingSettings(method=scaling["method"], **known))
     config = replace(config, training=replace(config.training, steps=probe[-1]["step"]))
     config = replace(config, optimizer=replace(config.optimizer, warmup_steps=0))
-    train = [{key: record[key] for key in ("step", "loss", "seconds") if key in record} for record in probe]
+    train = [{"seconds": 0.0} | {key: record[key] for key in ("step", "loss", "seconds") if key in record} for record in probe]
     return Run(path, config, train, probe, damaged)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
 from scalelong.runs.reader import MIDDLE, PROBE_EVERY, middle_of, relative_oscillation, relative_spread
-from scalelong.skips.example import as_call, tensors_in, uncompiled, undisturbed
+from scalelong.skips.example import as_call, independent_copy, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import has_known_stages, stages
-from scalelong.skips.hooks import is_scaled, scaling_of
+from scalelong.skips.hooks import detach, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call
 from scalelong.skips.tracing.hook_points import detect
 from scalelong.skips.tracing.nesting import SkipPath
@@ -181,8 +181,12 @@ def find_stages(model: nn.Module, call: Call) -> list[str]:
     """
     if has_known_stages(model):
         return stages(model)
+    plain = model
+    if is_scaled(model):
+        plain = independent_copy(model)
+        detach(plain)
     try:
-        found = detect(model, call)
+        found = detect(plain, call)
         skips = found.skips()
     except ValueError:
         return stages(model)
