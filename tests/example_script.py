@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.packages import declare_torchvision
+
 MODEL = "    # Create EMA for the model.\n"  # what follows the model in the script
 ADDED = {"import accelerate\n": "import scalelong\n", MODEL: '    scalelong.apply(model, "{method}")\n'}
 
@@ -28,9 +30,7 @@ def main() -> None:
     script, method, stop = sys.argv[1:4]
     sys.argv = [script, *sys.argv[4:]]
     torch.set_num_threads(1)
-    library = torch.library.Library("torchvision", "DEF")  # as in tests/packages.py
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    declare_torchvision()
     from accelerate import Accelerator
 
     save = Accelerator.save_state

@@ -136,12 +136,17 @@ def segmentation_networks() -> list[Packaged]:
     ]
 
 
-def with_torchvision() -> list[Packaged]:
-    """Every network whose package imports torchvision."""
+def declare_torchvision() -> None:
+    """The compiled operators of torchvision, without code; to be called before it is imported."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
+
+
+def with_torchvision() -> list[Packaged]:
+    """Every network whose package imports torchvision."""
+    declare_torchvision()
     return [*lucidrains_networks(), *imagen_networks(), *katherine_networks(), *segmentation_networks()]
 
 

@@ -13,8 +13,6 @@ missing. Its attributes are those of diffusers.
 from importlib import import_module
 from typing import Any
 
-import diffusers.configuration_utils
-
 from scalelong.skips.patches import install
 
 install()

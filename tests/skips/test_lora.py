@@ -49,7 +49,9 @@ def test_peft_saves_and_checks_the_scaling(tmp_path, caplog) -> None:
         stored = json.loads((tmp_path / method / "adapter_config.json").read_text())["long_skip_scaling"]
         assert (stored["method"], stored["num_skips"]) == (method, 4)
         assert_close(output(peft.PeftModel.from_pretrained(unet(method), tmp_path / method)), output(model))
-        with pytest.raises(ValueError, match=rf"trained on a model with {method}.*has none; call scalelong.apply\(model"):
+        with pytest.raises(
+            ValueError, match=rf"trained on a model with {method}.*has none; call scalelong.apply\(model"
+        ):
             peft.PeftModel.from_pretrained(unet(), tmp_path / method)
         with pytest.raises(ValueError, match=r"this one has cs\(kappa=0.3\)"):
             peft.PeftModel.from_pretrained(unet("cs", kappa=0.3), tmp_path / method)
@@ -118,4 +120,7 @@ def test_frozen_and_unsaved_gates_are_reported(tmp_path, caplog) -> None:
     assert caplog.text.count("are frozen while the model is trained; call model.scalelong.requires_grad_(True)") == 1
     model.get_base_model().scalelong.requires_grad_(True)
     model.save_pretrained(tmp_path)
-    assert 'the gates are trained, but an adapter\'s file does not contain them; pass modules_to_save=["scalelong"]' in caplog.text
+    assert (
+        'the gates are trained, but an adapter\'s file does not contain them; pass modules_to_save=["scalelong"]'
+        in caplog.text
+    )

@@ -183,8 +183,10 @@ def test_the_example_script_of_diffusers_is_resumed_and_its_pipeline_loaded(meth
     unet().save_config(tmp_path / "config")
     ours = os.pathsep.join([str(ROOT), *sys.path])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    common = f"--train_data_dir images --model_config_name_or_path config --resolution 16 --train_batch_size 2 --use_ema \
+    common = (
+        "--train_data_dir images --model_config_name_or_path config --resolution 16 --train_batch_size 2 --use_ema \
         --num_epochs 2 --checkpointing_steps 4 --ddpm_num_inference_steps 2 --eval_batch_size 1 --lr_warmup_steps 1"
+    )
 
     def run(out: str, stop: int, *more: str) -> None:
         command = [sys.executable, "-m", "tests.example_script", script, method, str(stop), *common.split()]

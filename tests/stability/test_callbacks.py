@@ -78,6 +78,8 @@ def test_in_a_trainer_of_transformers(tmp_path) -> None:
 
 LIGHTNING = """
 import json, sys, torch
+from tests.packages import declare_torchvision
+declare_torchvision()
 import lightning.pytorch as pl
 from scalelong.stability import OscillationProbe, lightning_callback
 from tests.stability.test_callbacks import BLOCKS, Net, X

@@ -15,7 +15,6 @@ from tests.standins.negative import (
 )
 from tests.standins.parallel import (
     Branches,
-    Checkpointed,
     InputSkip,
     JoinedTwice,
     JoinedTwiceAtOnce,

@@ -33,7 +33,10 @@ class Branch(nn.Module):
     def __init__(self, depth: int = 3, join: type[Join] = Join) -> None:
         super().__init__()
         self.first, self.mid, self.out = conv(3, 4), conv(4, 4), conv(4, 3)
-        self.down, self.up = nn.ModuleList(conv(4, 4) for _ in range(depth)), nn.ModuleList(join() for _ in range(depth))
+        self.down, self.up = (
+            nn.ModuleList(conv(4, 4) for _ in range(depth)),
+            nn.ModuleList(join() for _ in range(depth)),
+        )
 
     def encode(self, x: Tensor) -> list[Tensor]:
         kept = [self.first(x)]

@@ -221,12 +221,15 @@ def _read_probe(path: Path) -> Run:
     probe = [record for record in records if any(key.startswith("norm/") for key in record)]
     if not probe:
         raise ValueError(f"{path}: has no records of an OscillationProbe; give its path=, or a run folder")
-    scaling = next((record["scaling"] for record in reversed(probe) if "scaling" in record), {"method": "none"})
+    scaling: Record = next((record["scaling"] for record in reversed(probe) if "scaling" in record), {"method": "none"})
     known = {key: value for key, value in scaling.get("options", {}).items() if hasattr(ScalingSettings, key)}
     config = RunConfig(scaling=ScalingSettings(method=scaling["method"], **known))
     config = replace(config, training=replace(config.training, steps=probe[-1]["step"]))
     config = replace(config, optimizer=replace(config.optimizer, warmup_steps=0))
-    train = [{"seconds": 0.0} | {key: record[key] for key in ("step", "loss", "seconds") if key in record} for record in probe]
+    train = [
+        {"seconds": 0.0} | {key: record[key] for key in ("step", "loss", "seconds") if key in record}
+        for record in probe
+    ]
     return Run(path, config, train, probe, damaged)
 
 
@@ -242,7 +245,9 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
     found: list[Path] = []
     for folder in map(Path, folders):
-        inside = [] if is_run(folder) or folder.is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inside = (
+            [] if is_run(folder) or folder.is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        )
         found += [path.resolve() for path in inside or [folder]]
     if not found:
         raise ValueError("runs: none given; name run folders, for example runs/demo")

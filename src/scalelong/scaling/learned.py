@@ -111,14 +111,15 @@ class LearnedScaling(Scaling):
         shape = [skip.shape[d] if d in (batch, gated) else 1 for d in range(skip.ndim)]
         return (kappa.t() if transposed else kappa).reshape(shape)
 
-
     def _report_frozen(self, skip: Tensor) -> None:
         """Say once that something is trained, but not the gates."""
         if skip.requires_grad:
             self._checked = True
             if not any(parameter.requires_grad for parameter in self.parameters()):
                 unfreeze = "call model.scalelong.requires_grad_(True) before the optimizer is built to train them"
-                logger.warning("scaling: the gates of %s are frozen while the model is trained; %s", self.config, unfreeze)
+                logger.warning(
+                    "scaling: the gates of %s are frozen while the model is trained; %s", self.config, unfreeze
+                )
 
 
 def learned_scaling(

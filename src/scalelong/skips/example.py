@@ -75,7 +75,9 @@ def independent_copy(model: nn.Module) -> nn.Module:
     shared = next((name for name, parameter in copied.named_parameters() if id(parameter) in own), None)
     if shared is not None or copied.state_dict().keys() != model.state_dict().keys():
         how = f"shares its {shared}" if shared is not None else "has other tensors than it"
-        reason = f"a copy.deepcopy of this {type(model).__name__} {how}, so it cannot be tried without changing the model"
+        reason = (
+            f"a copy.deepcopy of this {type(model).__name__} {how}, so it cannot be tried without changing the model"
+        )
         raise ValueError(f"model: {reason}; let its __deepcopy__ copy everything")
     return copied
 

@@ -225,7 +225,9 @@ def _f5_unet_t(model: Any) -> Iterator[Found]:
     """F5-TTS: a linear layer of [hidden, skip] in the later half of the layers; any number of tokens."""
     if model.skip_connect_type == "add":
         inline = "it adds its skips in its own forward (skip_connect_type='add'), where no module receives them"
-        raise ValueError(f"model: this {type(model).__name__} cannot be scaled: {inline}; use skip_connect_type='concat'")
+        raise ValueError(
+            f"model: this {type(model).__name__} cannot be scaled: {inline}; use skip_connect_type='concat'"
+        )
     half = model.depth // 2
     for layer in range(half, model.depth) if model.skip_connect_type == "concat" else ():
         consumer, source = f"layers.{layer}.0", model.depth - 2 - layer

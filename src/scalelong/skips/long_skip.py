@@ -181,7 +181,9 @@ def as_nests(skips: Sequence[Named | Sequence[Named]]) -> list[list[tuple[str, s
         nests = [[item for item in nests[0] if item.size.nest == number] for number in numbers]
     named = [[(i.made_in, i.used_in) if isinstance(i, LongSkip) else tuple(i) for i in nest] for nest in nests]
     if not named or not all(named) or not all(len(pair) == 2 for nest in named for pair in nest):
-        raise ValueError(f"skips: must be skips or pairs (made_in, used_in), outermost first, or lists of them, got {skips!r}")
+        raise ValueError(
+            f"skips: must be skips or pairs (made_in, used_in), outermost first, or lists of them, got {skips!r}"
+        )
     return named
 
 

@@ -92,9 +92,8 @@ def _scale_as_stored(model: nn.Module, stored: Mapping[str, Any]) -> None:
     placed = {"placement": stored.get("placement", "before"), "skips": stored.get("skips")}
     found = apply(model, config.method, **placed, **config.options).scaling.num_skips
     if found != stored["num_skips"]:
-        raise ValueError(
-            f"num_skips: the saved scaling has {stored['num_skips']} skips, this {name} has {found}; load it into a model as saved"
-        )
+        both = f"the saved scaling has {stored['num_skips']} skips, this {name} has {found}"
+        raise ValueError(f"num_skips: {both}; load it into a model as saved")
 
 
 @cache
@@ -218,15 +217,19 @@ def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str
         return
     theirs = f"it was trained on a model with {ScalingConfig.from_json(stored)} on {stored['num_skips']} skips"
     if own is None:
-        options = "".join(f", {key}={value!r}" for key, value in stored["options"].items() if value not in (None, False))
+        options = "".join(
+            f", {key}={value!r}" for key, value in stored["options"].items() if value not in (None, False)
+        )
         remedy = f'call scalelong.apply(model, "{stored["method"]}"{options}) first'
         raise ValueError(f"{where}: {theirs}, this {type(model).__name__} has none; {remedy}")
-    raise ValueError(f"{where}: {theirs}, this one has {scaling_of(model).config}; apply the scaling it was trained with")
+    raise ValueError(
+        f"{where}: {theirs}, this one has {scaling_of(model).config}; apply the scaling it was trained with"
+    )
 
 
 def _warn_of_lost_gates(model: nn.Module) -> None:
     """Gates that are trained beside an adapter are in its file only if peft was asked to save them."""
-    name = root_name(model)
-    if any(p.requires_grad for p in model._modules[name].parameters()) and not hasattr(model._modules[name], "modules_to_save"):  # type: ignore[union-attr]
+    name, trained = root_name(model), any(p.requires_grad for p in scaling_of(model).parameters())
+    if trained and not hasattr(getattr(model, name), "modules_to_save"):
         lost = "the gates are trained, but an adapter's file does not contain them"
         logger.warning('%s; pass modules_to_save=["%s"] to LoraConfig, or scalelong.save the model', lost, name)

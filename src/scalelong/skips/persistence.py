@@ -68,7 +68,8 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     """`cls.from_pretrained(folder)` for a scaled diffusers model, or a pipeline with one, saved with `save_pretrained`.
 
     `import scalelong.diffusers` makes `cls.from_pretrained` itself do this; this function also takes an example, and raises
-    if the folder has no scaling or lacks its gates. folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
+    if the folder has no scaling or lacks its gates.
+    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
@@ -127,8 +128,8 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
         own = f"this {type(model).__name__} has {found}"
         raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
     if is_scaled(model):
-        own = stored_scaling(model)
-        pairs = (("placement", own.get("placement", "before"), placement), ("skips", own.get("skips"), given))
+        mine = stored_scaling(model)
+        pairs = (("placement", mine.get("placement", "before"), placement), ("skips", mine.get("skips"), given))
         for key, here, saved in (("scaling", scaling_of(model).config, config), *pairs):
             if here != saved:
                 both = f"the model has {here}, the saved one is {saved}"

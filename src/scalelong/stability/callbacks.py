@@ -1,6 +1,7 @@
 """Observers, such as `OscillationProbe`, in other people's training loops: Hugging Face's Trainer and Lightning.
 
-An observer is called as observer(step, model) after each optimizer step, while gradients are there, and returns values or None.
+An observer is called as observer(step, model) after each optimizer step, before gradients are cleared; it returns values or
+None.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def lightning_callback(*observers: Observer) -> Any:
     Traceback (most recent call last):
     ModuleNotFoundError: lightning_callback: Lightning is not installed; pip install lightning
     """
-    names = [name for name in ("lightning.pytorch", "pytorch_lightning") if importlib.util.find_spec(name.split(".")[0])]
+    names = [
+        name for name in ("lightning.pytorch", "pytorch_lightning") if importlib.util.find_spec(name.split(".")[0])
+    ]
     if not names:
         raise ModuleNotFoundError("lightning_callback: Lightning is not installed; pip install lightning")
     base: Any = importlib.import_module(names[0]).Callback
 
     class ObserverCallback(base):  # type: ignore[misc]
+        seen = 0
+
         def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
             """Gradients of the last step are still there; the first call comes before any step."""
             if not trainer.global_step or trainer.global_step == self.seen:
@@ -59,6 +64,4 @@ def lightning_callback(*observers: Observer) -> Any:
                 if values and trainer.logger is not None:
                     trainer.logger.log_metrics(dict(values), step=trainer.global_step)
 
-    callback = ObserverCallback()
-    callback.seen = 0
-    return callback
+    return ObserverCallback()

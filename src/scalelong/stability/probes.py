@@ -104,7 +104,7 @@ class OscillationProbe:
         return middle_of(self.blocks)
 
     def oscillation(self, block: str = "", what: str = "norm") -> float:
-        """`relative_oscillation` of a block's norm, or of its gradient's; default: the middle. nan for less than 2 records."""
+        """`relative_oscillation` of a block's norm or gradient; default: the middle. nan for less than 2 records."""
         norms = [record[key] for record in self.history if (key := f"{what}/{block or self.middle}") in record]
         return relative_oscillation(norms) if len(norms) > 1 else math.nan
 
@@ -124,11 +124,15 @@ class OscillationProbe:
             for block in self.blocks:
                 key, bold = f"{what}/{block}", block == self.middle
                 points = [(record["step"], record[key]) for record in self.history if key in record]
-                style = {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3} if bold else {"color": "0.75", "lw": 1}
+                style = (
+                    {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3} if bold else {"color": "0.75", "lw": 1}
+                )
                 if points:
                     axes.plot(*zip(*points, strict=True), **style)
             moved = self.oscillation(what=what)
-            axes.set(xlabel="step", yscale="log", title=f"{what}" + ("" if math.isnan(moved) else f", moves by {moved:.1%}"))
+            axes.set(
+                xlabel="step", yscale="log", title=f"{what}" + ("" if math.isnan(moved) else f", moves by {moved:.1%}")
+            )
             if axes.get_legend_handles_labels()[0]:
                 axes.legend()
         if path is not None:

@@ -147,7 +147,10 @@ def test_skips_are_numbered_per_u(build: type[nn.Module], nests: Sequence[list[s
     handle = scalelong.apply(build(), "cs", kappa=0.5, example=image())
     found = [[skip for skip in handle.skips if skip.size.nest == number] for number in range(1, len(nests) + 1)]
     assert [[skip.consumer for skip in nest] for nest in found] == list(nests)
-    assert [skip.made_in == "input" for skip in handle.skips] == [build is InputSkip, *[False] * (len(handle.skips) - 1)]
+    assert [skip.made_in == "input" for skip in handle.skips] == [
+        build is InputSkip,
+        *[False] * (len(handle.skips) - 1),
+    ]
     assert handle.coefficients() == [0.5**at for nest in found for at in range(len(nest))]
     assert [line.split()[0] for line in str(handle).splitlines()[-2:]] == (
         ["2", "3"] if len(nests) == 1 else [f"2.{len(nests[1]) - 1}", f"2.{len(nests[1])}"]
@@ -157,7 +160,13 @@ def test_skips_are_numbered_per_u(build: type[nn.Module], nests: Sequence[list[s
 def test_skips_can_be_given_by_u_or_by_name(tmp_path) -> None:
     model = SideBySide()
     found = scalelong.find_skips(model, example=image())
-    assert scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=found).coefficients() == [1, 0.5, 0.25, 1, 0.5]
+    assert scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=found).coefficients() == [
+        1,
+        0.5,
+        0.25,
+        1,
+        0.5,
+    ]
     scalelong.remove(model)
     handle = scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=[found[1:3], found[3:4]])
     assert handle.coefficients() == [1, 0.5, 1]
@@ -169,14 +178,17 @@ def test_skips_can_be_given_by_u_or_by_name(tmp_path) -> None:
     other = SideBySide()
     scalelong.load(other, tmp_path, example=image())
     torch.testing.assert_close(other(*image()), model(*image()), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="scaled already|skips: "):
+    with pytest.raises(ValueError, match="scaled already"):
         scalelong.apply(other, "cs", example=image())
 
 
 @pytest.mark.parametrize(
     ("skips", "message"),
     [
-        ([("freq.down.0", "freq.up.2")], r"no skip is made in 'freq.down.0' and used in 'freq.up.2'; did you mean 'freq"),
+        (
+            [("freq.down.0", "freq.up.2")],
+            r"no skip is made in 'freq.down.0' and used in 'freq.up.2'; did you mean 'freq",
+        ),
         ([], "must be skips or pairs"),
         ([("freq.down.0",)], "must be skips or pairs"),
     ],

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from scalelong.scaling.constant import SkipSize
 from scalelong.errors import did_you_mean
+from scalelong.scaling.constant import SkipSize
 from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot, as_nests
 from scalelong.skips.tracing.nesting import (
     NoLongSkipsError,
@@ -109,7 +109,8 @@ def _unknown_skip(names: Names, known: Sequence[Names], matches: int) -> ValueEr
 
 def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[LongSkip]:
     """Those of the known skips that are given for each U, numbered as given."""
-    by_names, found = {(skip.made_in, skip.used_in): skip for skip in known}, []
+    by_names = {(skip.made_in, skip.used_in): skip for skip in known}
+    found: list[LongSkip] = []
     for number, nest in enumerate(given, start=1):
         for names in nest:
             if names not in by_names:

@@ -156,7 +156,9 @@ def _with_inputs(trace: Trace, chosen: list[SkipPath], every: Sequence[Sequence[
         outermost, call = nest[0], trace.nodes[nest[0].join].call
         for path in itertools.chain(*every):
             here = trace.nodes[path.join].call
-            alike = _group(trace, path) == _group(trace, outermost) and _module_class(trace, here) == _module_class(trace, call)
+            alike = _group(trace, path) == _group(trace, outermost) and _module_class(trace, here) == _module_class(
+                trace, call
+            )
             if trace.depth[path.source] or not alike or (path.op.kind == "add" and len(trace.stack(here)) <= 1):
                 continue  # x + f(x) around the whole network is a residual
             if encloses(trace, path, outermost):

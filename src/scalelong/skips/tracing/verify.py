@@ -225,7 +225,7 @@ def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: 
     model.zero_grad()
     recomputed: list[str] = []
     with register_module_forward_pre_hook(lambda module, _: recomputed.append(type(module).__name__)):
-        (output * weights).sum().backward()
+        (output * weights).sum().backward()  # type: ignore[no-untyped-call]
     found = [torch.zeros_like(t) if t.grad is None else t.grad for t in wanted]
     model.zero_grad()
     if recomputed:  # activation checkpointing: an oracle does not see what the backward pass computes again
