@@ -83,7 +83,10 @@ def stages(model: nn.Module) -> list[str]:
     found = []
     for name in groups:
         is_list = isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
-        found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
+        items = [(f"{name}.{item}", child) for item, child in modules[name].named_children()] if is_list else []
+        for item, child in items or [(name, modules[name])]:
+            last = [*child._modules][-1:] if isinstance(child, nn.ModuleList) else []  # a list is never called
+            found.append(".".join([item, *last]))
     if not found:
         raise ValueError(
             f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
