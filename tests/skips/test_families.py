@@ -215,7 +215,11 @@ def test_a_flat_unet_transformer_of_any_length() -> None:
     for method in ("cs", "ls"):
         model = UNetT()
         handle = scalelong.apply(model, method)
-        assert [skip.consumer for skip in handle.skips] == [skip.consumer for skip in traced] == ["layers.3.0", "layers.2.0"]
+        assert (
+            [skip.consumer for skip in handle.skips]
+            == [skip.consumer for skip in traced]
+            == ["layers.3.0", "layers.2.0"]
+        )
         assert [skip.made_in for skip in handle.skips] == ["input_embed", "layers.0"]
         scalelong.verify(model, example=x)
         assert model(torch.randn(2, 9, 3)).shape == (2, 9, 3)

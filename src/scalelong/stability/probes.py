@@ -20,7 +20,7 @@ from scalelong.skips.example import as_call, independent_copy, tensors_in, uncom
 from scalelong.skips.families import has_known_stages, stages
 from scalelong.skips.hooks import detach, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call
-from scalelong.skips.tracing.hook_points import detect
+from scalelong.skips.tracing.hook_points import detect, made_names
 from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import Trace
 from scalelong.training.step import is_main_rank
@@ -196,10 +196,9 @@ def find_stages(model: nn.Module, call: Call) -> list[str]:
         return stages(model)
     modules, names = dict(model.named_modules()), []
     for number in dict.fromkeys(path.nest for path in found.paths):
-        one_u = [skip for skip in skips if skip.size.nest == number]
-        innermost = [path for path in found.paths if path.nest == number][-1]
-        names += [skip.made_in for skip in one_u] + _middle(found.trace, innermost)
-        names += [skip.consumer or skip.used_in for skip in reversed(one_u)]
+        paths = [path for path in found.paths if path.nest == number]
+        names += [made_names(found.trace, path.source)[-1] for path in paths] + _middle(found.trace, paths[-1])
+        names += [skip.consumer or skip.used_in for skip in reversed(skips) if skip.size.nest == number]
     return list(dict.fromkeys(name for name in names if modules.get(name) not in (None, model)))
 
 

@@ -79,11 +79,11 @@ def _named_paths(trace: Trace, given: Sequence[Sequence[Names]]) -> list[SkipPat
     found = []
     for number, nest in enumerate(given, start=1):
         for made_in, used_in in nest:
-            made = [path for path in paths if made_in in _made_names(trace, path.source)]
+            made = [path for path in paths if made_in in made_names(trace, path.source)]
             fits = [path for path in made if used_in in inside[path]]
             around = [path for path in made if used_in in _around(trace, path)]
             if len(fits or around) != 1:
-                known = [(_made_names(trace, path.source)[-1], inside[path][0]) for path in paths]
+                known = [(made_names(trace, path.source)[-1], inside[path][0]) for path in paths]
                 raise _unknown_skip((made_in, used_in), known, len(fits))
             found.append(replace((fits or around)[0], nest=number))
     return found
@@ -282,7 +282,7 @@ def _made_in(trace: Trace, node: int) -> str:
     return INPUT if trace.nodes[node].name == INPUT else next((call.name for call in giving + around[::-1]), "")
 
 
-def _made_names(trace: Trace, node: int) -> list[str]:
+def made_names(trace: Trace, node: int) -> list[str]:
     """Names of where a skip is made; last, the module whose output is only activated or reshaped in its caller's forward."""
     names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
     while len(at.parents) == 1 and at.weight is None:
