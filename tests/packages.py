@@ -8,6 +8,7 @@ operators are declared (and never called) before it is imported, and nothing els
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 import scalelong
 
-FOLDER = Path(__file__).parents[1] / ".venv" / "packages"
+FOLDER = Path(os.environ.get("SCALELONG_PACKAGES", Path(__file__).parents[1] / ".venv" / "packages"))
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,17 @@ def segmentation_networks() -> list[Packaged]:
     ]
 
 
-def with_torchvision() -> list[Packaged]:
-    """Every network whose package imports torchvision."""
+def declare_torchvision() -> None:
+    """The compiled operators of torchvision, without code; to be called before it is imported."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
+
+
+def with_torchvision() -> list[Packaged]:
+    """Every network whose package imports torchvision."""
+    declare_torchvision()
     return [*lucidrains_networks(), *imagen_networks(), *katherine_networks(), *segmentation_networks()]
 
 

@@ -29,6 +29,8 @@ SOURCES = {
     "edm2": ("https://github.com/NVlabs/edm2", "4bf8162f601bcc09472ce8a32dd0cbe8889dc8fc"),
     "ScaleLong": ("https://github.com/sail-sg/ScaleLong", "4ca368c467b715d83b8f555625e523ea8264a298"),
 }
+SCRIPT = "examples/unconditional_image_generation/train_unconditional.py"
+DIFFUSERS = ("https://github.com/huggingface/diffusers", "58eb52c0803ea9af3abec60841c2a093bdf1f951")
 SIZE: dict[str, Any] = {"img_resolution": 16, "label_dim": 4, "model_channels": 32, "channel_mult": [1, 2], "num_blocks": 1,
                         "attn_resolutions": [8]}  # fmt: skip
 NCSNPP = {
@@ -105,6 +107,11 @@ def main() -> None:
             if not path(name).exists():
                 subprocess.run(["git", "clone", "--quiet", url, path(name)], check=True)
             subprocess.run(["git", "-C", path(name), "checkout", "--quiet", commit], check=True)
+        url, commit = DIFFUSERS
+        home = path("diffusers")
+        if not home.exists():  # of its history and files, the one script is fetched
+            subprocess.run(["git", "clone", "--quiet", "--filter=blob:none", "--no-checkout", url, home], check=True)
+        subprocess.run(["git", "-C", home, "checkout", "--quiet", commit, "--", SCRIPT], check=True)
         return
     name, found = sys.argv[1:]
     sys.path.insert(0, str(path(name)))

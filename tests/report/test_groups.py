@@ -11,7 +11,7 @@ from scalelong.report.groups import (
     metrics_of,
     protocols,
 )
-from scalelong.runs.reader import Metric
+from scalelong.runs.records import Metric
 from tests.report.runs import write_run
 
 

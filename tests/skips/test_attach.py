@@ -312,9 +312,6 @@ class TestStateDicts:
             warnings.simplefilter("error")
             model.load_state_dict(loaded.state_dict())
             copy.deepcopy(model).load_state_dict(loaded.state_dict())
-        model.register_to_config(long_skip_scaling={"method": "none"})
-        with pytest.warns(UserWarning, match="trained without"):
-            model.load_state_dict(loaded.state_dict())
 
     def test_unscaled_weights_do_not_load_into_gates(self) -> None:
         model = self.scaled("ls")

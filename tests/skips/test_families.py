@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import scalelong
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.families import stages
+from scalelong.skips.patches import plain_loading
 from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build, output
 from tests.skips.oracle import hand_scaled_output
 
@@ -135,13 +136,13 @@ def test_save_pretrained_keeps_the_scaling(family: Family, method: str, options:
     assert "long_skip_scaling" not in loaded.config
 
 
-def test_loading_a_scaled_checkpoint_without_its_scaling_warns(tmp_path, caplog) -> None:
+def test_diffusers_by_itself_warns_of_the_scaling_it_does_not_know(tmp_path, caplog) -> None:
     family = FAMILIES[0]
     model = build(family)
     scalelong.apply(model, "cs", kappa=0.6)
     model.save_pretrained(tmp_path)
     logging.getLogger("diffusers").propagate = True
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), plain_loading():
         type(model).from_pretrained(tmp_path)
     assert "long_skip_scaling" in caplog.text
     assert "scalelong.kappa" in caplog.text
@@ -180,3 +181,50 @@ def test_stages_run_from_the_encoder_to_the_decoder(family: Family) -> None:
     for skip in scalelong.find_skips(model):
         if family.name != "MatrixUNet":  # whose joins are modules between the stages
             assert stage(skip.made_in) < stage(skip.used_in)
+
+
+class UNetT(torch.nn.Module):
+    """The structure of F5-TTS's class of this name: layers in lists, skips joined in its own forward, any length."""
+
+    __module__ = "f5_tts.model.backbones.unett"
+
+    def __init__(self, skip_connect_type: str = "concat", dim: int = 8, depth: int = 4) -> None:
+        super().__init__()
+        self.dim, self.depth, self.skip_connect_type = dim, depth, skip_connect_type
+        self.input_embed, self.proj_out = torch.nn.Linear(3, dim), torch.nn.Linear(dim, 3)
+        concat = skip_connect_type == "concat"
+        joins = [torch.nn.Linear(2 * dim, dim) if concat and at >= depth // 2 else None for at in range(depth)]
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleList([join, torch.nn.Linear(dim, dim)]) for join in joins)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, skips = self.input_embed(x), []
+        for at, (join, layer) in enumerate(self.layers):
+            if at < self.depth // 2:
+                skips.append(x)
+            elif self.skip_connect_type == "concat":
+                x = join(torch.cat((x, skips.pop()), dim=-1))
+            elif self.skip_connect_type == "add":
+                x = x + skips.pop()
+            x = x + layer(x).tanh()
+        return self.proj_out(x)
+
+
+def test_a_flat_unet_transformer_of_any_length() -> None:
+    x = torch.randn(2, 5, 3)
+    traced = scalelong.skips.tracing.hook_points.detect(UNetT(), ((x,), {})).skips()
+    for method in ("cs", "ls"):
+        model = UNetT()
+        handle = scalelong.apply(model, method)
+        assert (
+            [skip.consumer for skip in handle.skips]
+            == [skip.consumer for skip in traced]
+            == ["layers.3.0", "layers.2.0"]
+        )
+        assert [skip.made_in for skip in handle.skips] == ["input_embed", "layers.0"]
+        scalelong.verify(model, example=x)
+        assert model(torch.randn(2, 9, 3)).shape == (2, 9, 3)
+    assert stages(UNetT()) == ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]
+    with pytest.raises(ValueError, match=r"skip_connect_type='add'\), where no module receives them; use"):
+        scalelong.apply(UNetT("add"), "cs")
+    with pytest.raises(ValueError, match="has no long skip connections"):
+        scalelong.apply(UNetT("none"), "cs")

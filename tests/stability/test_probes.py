@@ -63,7 +63,7 @@ def test_two_lines_in_a_loop_write_a_record_every_k_steps(tmp_path) -> None:
         optimizer.zero_grad()
     records = [json.loads(line) for line in (tmp_path / "probe.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [2, 4]
-    assert records[0].keys() == {"step"} | {
+    assert records[0].keys() == {"step", "seconds"} | {
         f"{kind}/{block}" for kind in ("norm", "gradient") for block in stages(model)
     }
     assert records[0]["norm/mid_block"] != records[1]["norm/mid_block"]
@@ -158,7 +158,7 @@ def loop(model: torch.nn.Module, path, steps: int = 4) -> list[dict[str, float]]
 def assert_near(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+        assert one == pytest.approx({**other, "seconds": one["seconds"]}, rel=1e-4)
 
 
 def test_checkpointing_gives_the_same_records(tmp_path) -> None:
@@ -224,3 +224,71 @@ def test_two_ranks_write_the_records_of_one_process_once(tmp_path) -> None:
 def test_the_folder_of_the_records_is_made_before_the_training(tmp_path) -> None:
     OscillationProbe(uvit(), BATCH, every=1, path=tmp_path / "new" / "probe.jsonl").step()
     assert (tmp_path / "new" / "probe.jsonl").is_file()
+
+
+class Bottle(torch.nn.Module):
+    """A U of plain attributes: no lists, no usual names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.lower, self.bottle = (torch.nn.Conv2d(n, 4, 1) for n in (1, 4, 4))
+        self.rise, self.leave = torch.nn.Conv2d(8, 4, 1), torch.nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.enter(x)
+        b = self.lower(a.relu())
+        c = self.rise(torch.cat([self.bottle(b.relu()), b], dim=1))
+        return self.leave(torch.cat([c, a], dim=1))
+
+
+def test_the_stages_and_the_middle_of_any_u_are_found() -> None:
+    x = torch.randn(2, 1, 4, 4)
+    probe = OscillationProbe(Bottle(), x)
+    assert probe.blocks == ["enter", "lower", "bottle", "rise", "leave"]
+    assert probe.middle == "bottle"
+    assert repr(probe) == "OscillationProbe(Bottle, 5 blocks, middle bottle, every 50 steps, 0 records)"
+    with pytest.raises(ValueError, match=r"plot: no records yet; the first comes at step 50"):
+        probe.plot()
+    with pytest.raises(ValueError, match=r"no module 'botle'; did you mean 'bottle'\?"):
+        OscillationProbe(Bottle(), x, blocks=["botle"])
+
+
+def probed_loop(folder: Path, steps: int = 6) -> OscillationProbe:
+    torch.manual_seed(0)
+    model, x = Bottle(), torch.randn(2, 1, 4, 4)
+    scalelong.apply(model, "cs", kappa=0.6, example=x)
+    probe = OscillationProbe(model, x, every=2, path=folder / "probe.jsonl")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        probe.step(loss)
+        optimizer.zero_grad()
+    return probe
+
+
+def test_its_history_plot_report_and_diagnosis(tmp_path) -> None:
+    from scalelong.report import read_runs, write_report
+    from scalelong.stability.diagnosis import diagnose
+
+    probe = probed_loop(tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "probe.jsonl").read_text().splitlines()]
+    assert records == probe.history
+    assert [record["step"] for record in records] == [2, 4, 6]
+    norms = [record["norm/bottle"] for record in records]
+    assert probe.oscillation() == scalelong.stability.relative_oscillation(norms)
+    assert "3 records, the middle moves by" in repr(probe)
+    probe.plot(tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").stat().st_size > 5000
+    found = diagnose(tmp_path / "probe.jsonl")
+    assert {sentence.about for sentence in found} == {"course", "features", "gradients", "try"}
+    assert found[0].text.startswith("The loss fell from ")
+    runs, refused = read_runs([tmp_path / "probe.jsonl"])
+    assert not refused
+    assert runs[0].config.scaling.kappa == 0.6
+    page = write_report(runs, tmp_path / "report.html", refused).read_text()
+    assert "bottle" in page
+    (tmp_path / "empty.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"has no records of an OscillationProbe"):
+        diagnose(tmp_path / "empty.jsonl")

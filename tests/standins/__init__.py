@@ -13,6 +13,16 @@ from tests.standins.negative import (
     plain_cnn,
     resnet,
 )
+from tests.standins.parallel import (
+    Branches,
+    InputSkip,
+    JoinedTwice,
+    JoinedTwiceAtOnce,
+    OtherJoin,
+    SharingCopies,
+    SideBySide,
+    TwinDecoders,
+)
 from tests.standins.tokens import HDiTStyle, SkipEncoder, TokenUViT
 from tests.standins.tricky import (
     BranchedSkips,
@@ -57,6 +67,13 @@ FOUND = [
     StandIn("draining blocks", Draining, image, 2),
     StandIn("skips projected in blocks", ProjectingUp, image, 3),
     StandIn("data-dependent branch", GatedBranch, image, 2),
+    StandIn("time and frequency branches", Branches, image, 6),
+    StandIn("branches of two classes", lambda: Branches(OtherJoin), image, 6),
+    StandIn("two UNets side by side", SideBySide, image, 5),
+    StandIn("two UNets in a row", TwoInARow, image, 6),
+    StandIn("twin decoders", TwinDecoders, image, 6),
+    StandIn("input as a skip", InputSkip, image, 3),
+    StandIn("a skip joined twice", JoinedTwice, image, 4),
 ]
 
 REFUSED = [
@@ -65,8 +82,10 @@ REFUSED = [
     ),
     StandIn("projected skips", lambda: AdditiveUNet(projected=True), image, None, "passes it through conv2d before"),
     StandIn("shared decoder", SharedDecoder, image, None, "called 2 times in one forward"),
-    StandIn("UNet called twice", Twice, image, None, "does not fit in"),
-    StandIn("two UNets in a row", TwoInARow, image, None, "does not fit in"),
+    StandIn("UNet called twice", Twice, image, None, "is called 2 times in one forward"),
+    StandIn("one UNet as two branches", lambda: SideBySide(True), image, None, "is called 2 times in one forward"),
+    StandIn("a skip twice in one join", JoinedTwiceAtOnce, image, None, "joins the output of .* 2 times at once"),
+    StandIn("copies that share weights", SharingCopies, image, None, r"deepcopy of this SharingCopies shares its net"),
     StandIn(
         "draining blocks without modules",
         lambda: Draining(functional=True),

@@ -45,3 +45,21 @@ def test_precision_follows_the_device() -> None:
     assert resolve_precision(tiny(), torch.device("cpu")) == torch.float32
     assert resolve_precision(tiny(), torch.device("cuda")) == torch.bfloat16
     assert resolve_precision(tiny(training_precision="bf16"), torch.device("cpu")) == torch.bfloat16
+
+
+def test_the_average_of_a_network_that_normalizes_its_weights_in_training_is_not_changed_by_running_it() -> None:
+    """As EDM2's layers do: a copy in training mode would overwrite the averaged weights."""
+
+    class Forced(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.weight.copy_(torch.nn.functional.normalize(self.weight))
+            return super().forward(x)
+
+    model = Forced(3, 2)
+    ema = EMA(model, decay=0.5)
+    ema.update(step=1)
+    before = ema.model.weight.clone()
+    ema.model(torch.randn(1, 3))
+    assert torch.equal(ema.model.weight, before)

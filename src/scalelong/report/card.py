@@ -11,7 +11,8 @@ from markupsafe import Markup
 
 from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
-from scalelong.runs.reader import Measurement, Run
+from scalelong.runs.reader import Run
+from scalelong.runs.records import Measurement
 from scalelong.runs.settings import Conditioning
 
 _LOADING = f"""import scalelong

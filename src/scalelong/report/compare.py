@@ -10,7 +10,8 @@ from itertools import combinations
 from scalelong.errors import unknown_name
 from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
 from scalelong.report.numbers import Difference, Estimate, difference, estimate, running_mean
-from scalelong.runs.reader import Column, Metric, Run
+from scalelong.runs.reader import Column, Run
+from scalelong.runs.records import Metric
 
 MEASURES: dict[str, tuple[str, Callable[[Run, int], float]]] = {  # name -> heading, and value up to a step
     "final_loss": ("final loss", lambda run, upto: run.final_loss(upto)),

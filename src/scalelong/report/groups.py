@@ -8,7 +8,8 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from scalelong.report.numbers import shortened
-from scalelong.runs.reader import Metric, Run
+from scalelong.runs.reader import Run
+from scalelong.runs.records import Metric
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, dotted
 
 NOT_COMPARED = MAY_CHANGE | {"training.seed"}

@@ -9,7 +9,7 @@ from typing import Any
 from scalelong.report.compare import Arrivals, Comparison, Pair, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
-from scalelong.runs.reader import Metric
+from scalelong.runs.records import Metric
 
 SAME = 0.01  # relative changes below this are called none
 

@@ -30,7 +30,8 @@ from scalelong.report.numbers import (
     with_sd,
 )
 from scalelong.runs import METRICS
-from scalelong.runs.reader import Metric, Run
+from scalelong.runs.reader import Run
+from scalelong.runs.records import Metric
 
 Rows = list[list[str]]  # the first row is the head
 

@@ -82,14 +82,23 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     >>> read_events(Path())
     ([{'step': 10, 'kind': 'train', 'loss': 0.5}], 1)
     """
-    lines = list(each_event(folder))
+    return read_records(inside(folder, METRICS))
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The JSON lines of a file that have a step, and the number of others."""
+    lines = list(_each_record(path))
     records = [record for record in lines if record is not None]
     return records, len(lines) - len(records)
 
 
 def each_event(folder: Path) -> Iterator[dict[str, Any] | None]:
     """The record of each line in order, None for a damaged line; one line is held in memory at a time."""
-    with open_inside(folder, METRICS, mode="rb") as file:
+    return _each_record(inside(folder, METRICS))
+
+
+def _each_record(path: Path) -> Iterator[dict[str, Any] | None]:
+    with open_inside(path.parent, path.name, mode="rb") as file:
         for line in _lines(file):
             yield _record(line)
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
-from array import array
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
 from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
-from scalelong.runs.events import each_event
-from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
+from scalelong.runs.events import each_event, read_records
+from scalelong.runs.records import Measurement, Metric, Record, Records, check, is_count, measurement, printable
+from scalelong.runs.settings import RunConfig, ScalingSettings, from_yaml
 
-Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
-LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
-LONGEST_TEXT = 1000  # characters of a recorded text
-MOST_KEYS = 4096  # names of numbers in the records of a run
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
+MIDDLE = re.compile(r"(^|[._])(mid|middle|bottleneck|bottom|center|centre)", re.IGNORECASE)  # usual names of it
+
+
+def middle_of(blocks: Sequence[str]) -> str:
+    """The block at the bottom of a U, by its name or its place; empty for no blocks."""
+    return next((block for block in blocks if MIDDLE.search(block)), blocks[len(blocks) // 2] if blocks else "")
 
 
 def is_run(folder: str | Path) -> bool:
@@ -43,86 +45,6 @@ def read_config(folder: str | Path) -> RunConfig:
 def checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a run by step, oldest first."""
     return _by_step(path for path in inside(Path(folder), CHECKPOINTS).glob("step-*") if path.is_dir())
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric and how it was measured; only values of equal metrics are compared."""
-
-    name: str
-    n: int  # number of images
-    extractor: str = ""
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    weights: str = "ema"
-    reference: str = ""  # fingerprint of the real images
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A value of a metric, measured on images sampled at a step."""
-
-    step: int
-    value: float
-    metric: Metric
-    seed: int | None = None  # of the images
-
-
-class Records:
-    """The records of one kind as columns of numbers: a hundred bytes a record, not a thousand.
-
-    >>> records = Records()
-    >>> records.add({"step": 10, "loss": 0.5, "kappa": [1.0, 0.7]})
-    >>> len(records), records.column("loss"), records.kappa_until(10)
-    (1, (array('q', [10]), array('d', [0.5])), [1.0, 0.7])
-    """
-
-    def __init__(self) -> None:
-        self.steps = array("q")
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._kappas: list[tuple[int, array[float]]] = []  # those that differ from the one before
-        self._sorted: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self._columns)
-
-    def add(self, record: Record) -> None:
-        step = record["step"]
-        self.steps.append(step)
-        for key, value in record.items():
-            column = self._columns.get(key)
-            if (
-                type(value) is float or type(value) is int or value is None
-            ):  # a third of the time of a report is spent here
-                if column is None and len(self._columns) < MOST_KEYS:
-                    column = self._columns[key] = array("q"), array("d")
-                if column is not None and value is not None and -LARGEST <= value <= LARGEST:
-                    column[0].append(step)
-                    column[1].append(value)
-            elif key == "kappa" and isinstance(value, list) and value and all(map(_is_number, value)):
-                self._add_kappa(step, array("d", value))
-
-    def _add_kappa(self, step: int, kappa: array[float]) -> None:
-        if not self._kappas or self._kappas[-1][1] != kappa:
-            self._kappas.append((step, kappa))
-
-    def column(self, key: str) -> tuple[array[int], array[float]]:
-        """Steps and finite numbers under a key, in the order of the steps."""
-        steps, values = self._columns.get(key, (array("q"), array("d")))
-        if key not in self._sorted:
-            self._sorted.add(key)
-            if any(before > after for before, after in pairwise(steps)):
-                order = sorted(range(len(steps)), key=steps.__getitem__)
-                steps, values = array("q", [steps[i] for i in order]), array("d", [values[i] for i in order])
-                self._columns[key] = steps, values
-        return steps, values
-
-    def kappa_until(self, step: int) -> list[float]:
-        """kappa_i of the last record up to this step that has them."""
-        return next((list(kappa) for at, kappa in reversed(self._kappas) if at <= step), [])
 
 
 @dataclass(frozen=True)
@@ -177,8 +99,7 @@ class Run:
     @property
     def middle_block(self) -> str:
         """The middle of the probed blocks, the bottom of the U; empty where nothing was probed."""
-        blocks = self.blocks
-        return next((b for b in blocks if b.startswith("mid")), blocks[len(blocks) // 2] if blocks else "")
+        return middle_of(self.blocks)
 
     def column(self, kind: str, key: str, upto: int | None = None, after: int = -1) -> Column:
         """Steps and values of the records with a finite number under this key, for after < step <= upto."""
@@ -233,7 +154,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run folder; a run without training records is an error.
+    """Read a run folder, or the file of an `OscillationProbe`; a run without training records is an error.
 
     >>> from scalelong.runs.settings import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -242,6 +163,8 @@ def read_run(folder: str | Path) -> Run:
     10
     """
     folder = Path(folder)
+    if folder.is_file():
+        return _read_probe(folder)
     config = read_config(folder)
     if not inside(folder, METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
@@ -251,21 +174,39 @@ def read_run(folder: str | Path) -> Run:
     damaged = 0
     for record in each_event(folder):
         try:
-            if record is None or not _is_count(record["step"]):
+            if record is None or not is_count(record["step"]):
                 damaged += 1
             elif (kind := record.get("kind")) in ("train", "probe"):
                 columns[kind].add(record)
             elif kind == "start":
-                _check(isinstance(record.get("data"), str | None))
-                start.append(_printable(record))
+                check(isinstance(record.get("data"), str | None))
+                start.append(printable(record))
             elif kind == "evaluation":
-                evaluations.append(_measurement(_printable(record), config.sampling))
+                evaluations.append(measurement(printable(record), config.sampling))
         except (KeyError, TypeError, ValueError):
             damaged += 1
     if not columns["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value))
     return Run(folder, config, columns["train"], columns["probe"], damaged, tuple(start), finite)
+
+
+def _read_probe(path: Path) -> Run:
+    """A run of another training loop: the records of a probe, with losses if the loop gave them."""
+    records, damaged = read_records(path)
+    probe = [record for record in records if any(key.startswith("norm/") for key in record)]
+    if not probe:
+        raise ValueError(f"{path}: has no records of an OscillationProbe; give its path=, or a run folder")
+    scaling: Record = next((record["scaling"] for record in reversed(probe) if "scaling" in record), {"method": "none"})
+    known = {key: value for key, value in scaling.get("options", {}).items() if hasattr(ScalingSettings, key)}
+    config = RunConfig(scaling=ScalingSettings(method=scaling["method"], **known))
+    config = replace(config, training=replace(config.training, steps=probe[-1]["step"]))
+    config = replace(config, optimizer=replace(config.optimizer, warmup_steps=0))
+    losses, norms = Records(), Records()
+    for record in probe:
+        losses.add({"seconds": 0.0} | {key: record[key] for key in ("step", "loss", "seconds") if key in record})
+        norms.add({key: value for key, value in record.items() if key not in ("loss", "seconds")})
+    return Run(path, config, losses, norms, damaged)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
@@ -280,7 +221,9 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
     found: list[Path] = []
     for folder in map(Path, folders):
-        inside = [] if is_run(folder) else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inside = (
+            [] if is_run(folder) or folder.is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        )
         found += [path.resolve() for path in inside or [folder]]
     if not found:
         raise ValueError("runs: none given; name run folders, for example runs/demo")
@@ -299,62 +242,6 @@ def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
     known = (path for path in paths if not path.is_symlink())
     found = {step: path for path in known if (step := step_number(path.stem)) is not None}
     return dict(sorted(found.items()))
-
-
-def _printable(record: Record) -> Record:
-    """The record with its texts on one line of printable characters, cut: they are shown on terminals and pages."""
-
-    def clean(text: str) -> str:
-        return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:LONGEST_TEXT])
-
-    return {clean(key): clean(value) if isinstance(value, str) else value for key, value in record.items()}
-
-
-def _measurement(record: Record, run: SamplingSettings) -> Measurement:
-    """An evaluation record, checked; a value of null, which was not finite, is nan."""
-    value, n, name = record["value"], record["n"], record["metric"]
-    texts = {key: record[key] for key in ("extractor", "weights", "reference") if record.get(key) is not None}
-    _check(all(isinstance(text, str) for text in (name, *texts.values())), value is None or _is_number(value))
-    _check(_is_count(n) and n > 0)
-    metric = Metric(name, n, sampling=_sampling(record, run), **texts)
-    return Measurement(record["step"], math.nan if value is None else float(value), metric, record.get("sample_seed"))
-
-
-def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
-    """How the images were sampled: recorded under "sampling", or by older versions as flat keys.
-
-    What older records lack is the run's own setting; settings that do not change the images keep their defaults.
-    """
-    values = record.get("sampling")
-    if values is None:
-        values = {key: record.get(key) for key in ("sampler", "guidance", "precision")}
-        values |= {"steps": record.get("sampler_steps"), "clip": run.clip, "guidance_interval": run.guidance_interval}
-    _check(isinstance(values, dict))
-    default = asdict(SamplingSettings())
-    same = ("count", "batch_size", "compile")
-    known = default | {k: v for k, v in values.items() if k in default and k not in same and v is not None}
-    low, high = known["guidance_interval"]
-    high = math.inf if high is None else high  # JSON has no infinity
-    for key in ("sampler", "precision", "clip"):
-        _check(isinstance(known[key], type(default[key])))
-    numbers = [known["guidance"], low, 0 if high == math.inf else high]
-    _check(_is_count(known["steps"]), *map(_is_number, numbers))
-    guided = known["guidance"] != 1
-    return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})
-
-
-def _check(*conditions: bool) -> None:
-    if not all(conditions):
-        raise ValueError("damaged record")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _is_number(value: Any) -> bool:
-    """True for a finite number of a plausible size."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def relative_oscillation(norms: Sequence[float]) -> float:

@@ -69,6 +69,7 @@ class SkipSize:
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
     batch_dim: int = 0  # 1: (T, B, C)
     main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
+    nest: int = 1  # number of its U, in networks with several; constant methods count in each from its outermost skip
     stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
 
 
@@ -86,7 +87,6 @@ class Scaling(nn.Module):
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
     loaded_without = False  # while a state dict is loaded: it has none of our constants
-    written: Any = None  # the entry of this scaling in the model's config
 
     def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()

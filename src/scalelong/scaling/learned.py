@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, C channels, N the gated size (T or C). Gates map pool
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.scaling.constant import Coefficient, Scaling, SkipSize
+
+logger = logging.getLogger("scalelong")
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "elu": nn.ELU, "mish": nn.Mish}
 
@@ -85,12 +88,16 @@ class LearnedScaling(Scaling):
     axis="channels" averages over positions and gates channels, at any resolution.
     """
 
+    _checked = False  # whether a training step has shown if the gates are trained
+
     def __init__(self, sizes: Sequence[SkipSize], axis: str, gates: list[nn.Module], gate_of: list[int]) -> None:
         super().__init__(len(sizes), records=True)
         self.sizes, self.axis, self.gate_of = tuple(sizes), axis, tuple(gate_of)
         self.gates = nn.ModuleList(gates)
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        if self.training and not self._checked and not torch.compiler.is_compiling():
+            self._report_frozen(skip)
         size = self.sizes[index - 1]
         batch, channel = size.batch_dim, skip.ndim - 1 if size.channels_last else 1
         if self.axis == "tokens" and skip.shape[1 - batch] != size.tokens:
@@ -103,6 +110,16 @@ class LearnedScaling(Scaling):
         self.record(index, kappa.mean())
         shape = [skip.shape[d] if d in (batch, gated) else 1 for d in range(skip.ndim)]
         return (kappa.t() if transposed else kappa).reshape(shape)
+
+    def _report_frozen(self, skip: Tensor) -> None:
+        """Say once that something is trained, but not the gates."""
+        if skip.requires_grad:
+            self._checked = True
+            if not any(parameter.requires_grad for parameter in self.parameters()):
+                unfreeze = "call model.scalelong.requires_grad_(True) before the optimizer is built to train them"
+                logger.warning(
+                    "scaling: the gates of %s are frozen while the model is trained; %s", self.config, unfreeze
+                )
 
 
 def learned_scaling(
@@ -119,7 +136,7 @@ def learned_scaling(
     if module == "learnable":  # independent of the input: any number of tokens will do
         return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
     if axis == "auto":  # the paper's choice: tokens on transformers, channels on convolutional networks
-        axis = "tokens" if all(size.channels_last for size in sizes) else "channels"
+        axis = "tokens" if all(size.channels_last and size.tokens for size in sizes) else "channels"
     if axis == "tokens" and not all(size.tokens and size.channels_last for size in sizes):
         raise ValueError("scaling.axis: 'tokens' needs a transformer with a fixed number of them; use axis='channels'")
     gated = [(size.tokens or 0) if axis == "tokens" else size.channels for size in sizes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,7 +84,8 @@ class Method:
 
 def _constant(rule: Callable[[int, float], list[float]]) -> Method:
     def build(sizes: Sequence[SkipSize], kappa: float = 0.7, allow_amplify: bool = False) -> Scaling:  # noqa: ARG001
-        return ConstantScaling(rule(len(sizes), kappa))
+        per_u = Counter(size.nest for size in sizes)
+        return ConstantScaling([each for count in per_u.values() for each in rule(count, kappa)])
 
     return Method(build, _check_kappa, constant=True)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -17,11 +17,11 @@ from scalelong.errors import NoLongSkipsError, unknown_name
 from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
-from scalelong.skips.example import as_call, is_meta, merge_example, unchanged_on_error
+from scalelong.skips.example import as_call, independent_copy, is_meta, merge_example, unchanged_on_error
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
-from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
-from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
+from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of, stored_scaling
+from scalelong.skips.long_skip import Call, Fused, LongSkip, Named, as_nests, skip_table
+from scalelong.skips.tracing.hook_points import after_norm, choose, detect, detect_all, holding_both
 from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
@@ -89,6 +89,7 @@ def apply(
     *,
     example: Any = None,
     placement: Placement = "before",
+    skips: Sequence[Named | Sequence[Named]] | None = None,
     verify: bool = True,
     **options: Any,
 ) -> Handle:
@@ -101,6 +102,8 @@ def apply(
     that are not in `known_families()`. Skips found with it are checked by `verify`, in 2N + 3 runs of deep copies.
     placement: "before", as in the paper, scales the skip itself; "after_norm", for constant methods, scales behind a
     GroupNorm that would cancel kappa, and the input of the shortcut.
+    skips: scale these instead of those found: skips of `find_skips` or pairs of module names (made_in, used_in), outermost
+    first; of several Us, a list of them for each.
     verify: False skips the check.
 
     >>> from diffusers import UNet1DModel
@@ -119,27 +122,36 @@ def apply(
         raise unknown_name("placement", placement, ("before", "after_norm"))
     if placement == "after_norm" and not METHODS[method].constant:
         raise ValueError(f"placement: 'after_norm' is for constant methods, got {method!r}; use placement='before'")
-    skips, detected = _find(model, call)
+    found, detected = _find(model, call, as_nests(skips) if skips is not None else [])
     if placement == "after_norm":
-        skips = after_norm(model, skips, call or generated_example(model))
+        found = after_norm(model, found, call or generated_example(model))
     if METHODS[method].needs == "operands":
-        skips = _with_operands(model, skips, call)
+        found = _with_operands(model, found, call)
     branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
     with torch.inference_mode(False):  # gates created in inference mode could not be trained
-        scaling = config.build([skip.size for skip in skips], len(branches))
+        scaling = config.build([skip.size for skip in found], len(branches))
         _match(scaling, model)
-    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in skips):
-        found = detect_all(model, skips, call or generated_example(model))
-        skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
-    hooks.attach(model, skips, scaling, branches)
+    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in found):
+        traced = detect_all(model, found, call or generated_example(model))
+        found = [holding_both(traced.trace, *each, method) for each in zip(traced.paths, found, strict=True)]
+    hooks.attach(model, found, scaling, branches)
     if verify and call is not None and (detected or placement != "before") and not is_meta(model):
         check_hooks(model, example=call)
     hooks.reset_compiled()
-    write_config(model, to_json(model))
-    handle = Handle(model, skips, config)
+    write_config(model, stored_scaling(model))
+    _patch_third_parties(model)
+    handle = Handle(model, found, config)
     if handle.note:
         _log_once(handle.note)
     return handle
+
+
+def _patch_third_parties(model: nn.Module) -> None:
+    """diffusers and peft keep the scaling; a pipeline names `scalelong.diffusers` as the library of a scaled model."""
+    import_module("scalelong.skips.patches").install()  # it imports this module
+    if hasattr(model, "register_to_config"):
+        import_module(hooks.DIFFUSERS)
+        object.__setattr__(model, "__module__", hooks.DIFFUSERS)
 
 
 @cache
@@ -186,8 +198,10 @@ def coefficients(model: nn.Module) -> list[float]:
     return scaling_of(model).current()
 
 
-def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
-    """The skips, and whether they were traced rather than known."""
+def _find(
+    model: nn.Module, call: Call | None, given: list[list[tuple[str, str]]] | None = None
+) -> tuple[list[LongSkip], bool]:
+    """The skips, all or those given by U, and whether they were traced rather than known."""
     hooks.check_unwrapped(model)
     skips, name = known_skips(model), type(model).__name__
     if skips is None and call is None:
@@ -195,13 +209,16 @@ def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
         raise ValueError(f"model: {reason}; pass example=(x, t) or use one of {', '.join(known_families())}")
     if skips is not None and not skips:
         raise ValueError(f"model: this {name} has no long skip connections, so there is nothing to scale")
+    if given and skips is not None:
+        skips = choose(skips, given)
     if call is None:
         return skips or [], False
     plain = model
     if is_scaled(model):
-        plain = copy.deepcopy(model)
+        plain = independent_copy(model)
         hooks.detach(plain)
-    found = detect(plain, call).skips() if skips is None else skips
+    traced = detect(plain, call, given or ()).skips() if skips is None else []
+    found = [replace(skip, given=bool(given)) for skip in traced] if skips is None else skips
     reaches = measure_reach(plain, found, call)
     return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
@@ -236,19 +253,11 @@ def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list
         return [None] * len(skips)
 
 
-def to_json(model: nn.Module) -> dict[str, Any]:
-    """The scaling of a model as it is stored next to weights; the default placement is omitted."""
-    scaling = scaling_of(model)
-    placement = {"placement": "after_norm"} if any(skip.after_norm for skip in hooks.attached_skips(model)) else {}
-    return {**scaling.config.to_json(), "num_skips": scaling.num_skips, **placement}
-
-
 def write_config(model: Any, stored: dict[str, Any] | None) -> None:
     """Write the scaling to a diffusers model's config, which `save_pretrained` stores; None removes it."""
     if not hasattr(model, "register_to_config"):
         return
     if stored is not None:
-        scaling_of(model).written = stored
         model.register_to_config(**{CONFIG_KEY: stored})
     else:
         entries = model._internal_dict

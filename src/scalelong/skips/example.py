@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections import OrderedDict
@@ -70,6 +71,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def is_meta(model: nn.Module) -> bool:
     """Whether the model is on the meta device: shapes without values."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def independent_copy(model: nn.Module) -> nn.Module:
+    """A deep copy that can be changed; ValueError if it shares weights or modules with the model."""
+    copied = copy.deepcopy(model)
+    own = {id(parameter) for parameter in model.parameters()}
+    shared = next((name for name, parameter in copied.named_parameters() if id(parameter) in own), None)
+    if shared is not None or copied.state_dict().keys() != model.state_dict().keys():
+        how = f"shares its {shared}" if shared is not None else "has other tensors than it"
+        reason = (
+            f"a copy.deepcopy of this {type(model).__name__} {how}, so it cannot be tried without changing the model"
+        )
+        raise ValueError(f"model: {reason}; let its __deepcopy__ copy everything")
+    return copied
 
 
 def own_copy(call: Call, meta: bool = False) -> Call:

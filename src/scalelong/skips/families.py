@@ -83,12 +83,22 @@ def stages(model: nn.Module) -> list[str]:
     found = []
     for name in groups:
         is_list = isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
-        found += [f"{name}.{item}" for item, _ in modules[name].named_children()] if is_list else [name]
+        items = [(f"{name}.{item}", child) for item, child in modules[name].named_children()] if is_list else []
+        for item, child in items or [(name, modules[name])]:
+            last = [*child._modules][-1:] if isinstance(child, nn.ModuleList) else []  # a list is never called
+            found.append(".".join([item, *last]))
     if not found:
         raise ValueError(
             f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
         )
     return found
+
+
+def has_known_stages(model: nn.Module) -> bool:
+    """Whether the class is known, or its parts have the names of a known one."""
+    children = dict(model.named_children())
+    names = {*(family.stages for family in FAMILIES.values()), _GUIDED_DIFFUSION}
+    return known_family(model) is not None or any(len(each) > 1 and all(n in children for n in each) for each in names)
 
 
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
@@ -214,6 +224,21 @@ def _uvit(model: Any) -> Iterator[Found]:
         yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, slot
 
 
+def _f5_unet_t(model: Any) -> Iterator[Found]:
+    """F5-TTS: a linear layer of [hidden, skip] in the later half of the layers; any number of tokens."""
+    if model.skip_connect_type == "add":
+        inline = "it adds its skips in its own forward (skip_connect_type='add'), where no module receives them"
+        raise ValueError(
+            f"model: this {type(model).__name__} cannot be scaled: {inline}; use skip_connect_type='concat'"
+        )
+    half = model.depth // 2
+    for layer in range(half, model.depth) if model.skip_connect_type == "concat" else ():
+        consumer, source = f"layers.{layer}.0", model.depth - 2 - layer
+        made_in = f"layers.{source}" if source >= 0 else "input_embed"
+        slot = ChannelSlice(Argument(0, "input"), model.dim, model.dim, dim=2)
+        yield made_in, consumer, SkipSize(model.dim, channels_last=True), "full", consumer, slot
+
+
 def _matrix_unet(model: Any) -> Iterator[Found]:
     """Eq. 3: inner + kappa * skip."""
     for b in reversed(range(len(model.joins))):
@@ -295,6 +320,7 @@ FAMILIES: dict[str, Family] = {
     "monai.DiffusionModelUNet": Family(
         partial(_unet, argument=LIST), stages=("down_blocks", "middle_block", "up_blocks")
     ),
+    "f5_tts.UNetT": Family(_f5_unet_t, stages=("layers",)),
     "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
     "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }

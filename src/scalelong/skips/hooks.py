@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,10 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.scaling.constant import Scaling
-from scalelong.skips.long_skip import ATTACHMENT, Attachment, LongSkip, OutputChannels, scale_inputs, scale_output
+from scalelong.skips.long_skip import (
+    ATTACHMENT,
+    Attachment,
+    LongSkip,
+    OutputChannels,
+    as_nests,
+    scale_inputs,
+    scale_output,
+)
 
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
+DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
+LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -54,6 +64,8 @@ def attach(
     model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))  # type: ignore[no-untyped-call]
     model.register_load_state_dict_post_hook(warn_of_missing)  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
+    model._register_state_dict_hook(tag_lora)  # type: ignore[no-untyped-call]
+    model.register_forward_pre_hook(partial(follow_adapter, root_name(model)))
 
 
 def detach(model: nn.Module) -> None:
@@ -62,11 +74,14 @@ def detach(model: nn.Module) -> None:
         for key in _drop(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         _drop(module._forward_hooks, scale_output)
+    _drop(model._forward_pre_hooks, follow_adapter)
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
+    vars(model).pop("__module__", None)
     _drop(model._load_state_dict_pre_hooks, check_state_dict)
     _drop(model._load_state_dict_post_hooks, warn_of_missing)
     _drop(model._state_dict_pre_hooks, restore_constants)
+    _drop(model._state_dict_hooks, tag_lora)
 
 
 def _tensors_of(model: nn.Module) -> nn.Module:
@@ -92,14 +107,50 @@ def _hooked(model: nn.Module) -> Iterator[nn.Module]:
 
 def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
     """Exchange the scaling behind the hooks of a model; used on copies, to check the hooks themselves."""
+    _point_at(model, scaling)
+    model.add_module(root_name(model), scaling)
+
+
+def _point_at(model: nn.Module, scaling: Scaling) -> None:
     for module in _hooked(model):
         object.__setattr__(module, ATTACHMENT, replace(getattr(module, ATTACHMENT), scaling=scaling))
-    model.add_module(root_name(model), scaling)
+
+
+def follow_adapter(name: str, model: nn.Module, _args: Any) -> None:
+    """Forward-pre-hook: if peft wrapped the scaling (modules_to_save), the hooks use the copy of the active adapter."""
+    if not isinstance(getattr(model, name), Scaling):
+        active = scaling_of(model)
+        if any(getattr(module, ATTACHMENT).scaling is not active for module in _hooked(model)):
+            _point_at(model, active)
+
+
+def _unwrapped(child: Any) -> Scaling | None:
+    """A scaling, or the one in use inside peft's wrapper of it."""
+    if isinstance(child, Scaling) or not isinstance(getattr(child, "original_module", None), Scaling):
+        return child if isinstance(child, Scaling) else None
+    names = [name for name in child.active_adapters if name in child.modules_to_save]
+    found: Scaling = child.modules_to_save[names[0]] if names and not child.disable_adapters else child.original_module
+    return found
+
+
+def tag_lora(model: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+    """State-dict hook: LoRA tensors carry the scaling, so that a file written of them alone can name it."""
+    lora = [tensor for key, tensor in state_dict.items() if key.startswith(prefix) and "lora_" in key]
+    for tensor in lora:
+        setattr(tensor, LORA_TAG, stored_scaling(model))
+
+
+def stored_scaling(model: nn.Module) -> dict[str, Any]:
+    """The scaling of a model as it is stored next to weights; the default placement and skips that are found are omitted."""
+    scaling, skips = scaling_of(model), attached_skips(model)
+    placement = {"placement": "after_norm"} if any(skip.after_norm for skip in skips) else {}
+    given = {"skips": [[list(names) for names in nest] for nest in as_nests(skips)]} if skips[0].given else {}
+    return {**scaling.config.to_json(), "num_skips": scaling.num_skips, **placement, **given}
 
 
 def root_name(model: nn.Module) -> str:
     """The name that the scaling is registered under, or will be: another one if the model uses the usual name itself."""
-    found = (name for name, child in model._modules.items() if isinstance(child, Scaling))
+    found = (name for name, child in model._modules.items() if _unwrapped(child) is not None)
     return next(found, f"{ROOT_NAME}_module" if hasattr(model, ROOT_NAME) else ROOT_NAME)
 
 
@@ -123,8 +174,8 @@ def scaling_of(model: nn.Module) -> Scaling:
     >>> print(scaling_of(scalelong.apply(diffusers.UNet1DModel(), "cs").model).config)
     cs(kappa=0.7)
     """
-    scaling = model._modules.get(root_name(model))
-    if not isinstance(scaling, Scaling):
+    scaling = _unwrapped(model._modules.get(root_name(model)))
+    if scaling is None:
         wrapper = wrapper_of(model)
         remedy = f"pass the model inside {wrapper}" if wrapper else "call scalelong.apply(model, ...) first"
         raise ValueError(f"model: this {type(model).__name__} is not scaled; {remedy}")
@@ -218,15 +269,12 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
 
 
 def warn_of_missing(model: nn.Module, *_: Any) -> None:
-    """Load-state-dict post-hook: warn of weights without a scaling, unless a saved config that names it was loaded first, as
-    diffusers' training scripts do when they resume: its `from_pretrained` drops the constants."""
+    """Load-state-dict post-hook: warn of weights without a scaling."""
     scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
     missing, scaling.loaded_without = scaling.loaded_without, False
-    config = getattr(model, "config", None)
-    registered = config.get(CONFIG_KEY) if isinstance(config, Mapping) else None
-    if missing and (registered is scaling.written or registered != scaling.written):
+    if missing:
         lacking = f"the loaded weights have no scaling (no {root_name(model)}.*), they were trained without"
         warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=4)
 

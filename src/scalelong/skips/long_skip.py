@@ -162,10 +162,29 @@ class LongSkip:
     slot: Slot
     also: HookPoints = ()  # further modules that receive the same concatenation
     after_norm: HookPoints = ()  # placement="after_norm": hook these instead
+    given: bool = False  # named by the user rather than found
 
     @property
     def hook_points(self) -> HookPoints:
         return self.after_norm or ((self.consumer, self.slot), *self.also)
+
+
+Named = LongSkip | tuple[str, str]  # a skip, or the modules it is made and used in
+
+
+def as_nests(skips: Sequence[Named | Sequence[Named]]) -> list[list[tuple[str, str]]]:
+    """Skips given by a user, as pairs of names by U: a list of skips is one U, a list of lists several."""
+    flat = all(isinstance(item, LongSkip) or (len(item) == 2 and isinstance(item[0], str)) for item in skips)
+    nests: list[list[Any]] = [list(skips)] if flat else [list(item) for item in skips]  # type: ignore[arg-type]
+    if flat and all(isinstance(item, LongSkip) for item in skips):  # as found: each has the number of its U
+        numbers = dict.fromkeys(item.size.nest for item in nests[0])
+        nests = [[item for item in nests[0] if item.size.nest == number] for number in numbers]
+    named = [[(i.made_in, i.used_in) if isinstance(i, LongSkip) else tuple(i) for i in nest] for nest in nests]
+    if not named or not all(named) or not all(len(pair) == 2 for nest in named for pair in nest):
+        raise ValueError(
+            f"skips: must be skips or pairs (made_in, used_in), outermost first, or lists of them, got {skips!r}"
+        )
+    return named
 
 
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:
@@ -178,9 +197,12 @@ def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None =
     1  down_blocks.0.resnets.2  up_blocks.2.resnets.0  32        -       full
     """
     rows = [["i", "made in", "used in", "channels", "tokens", "reach"] + (["kappa"] if coefficients else [])]
+    several = len({skip.size.nest for skip in skips}) > 1
+    first = {skip.size.nest: skip.index for skip in reversed(skips)}
     for skip in skips:
         size = skip.size
-        row = [str(skip.index), skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
+        number = f"{size.nest}.{skip.index - first[size.nest] + 1}" if several else str(skip.index)
+        row = [number, skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
         rows.append(row + ([f"{coefficients[skip.index - 1]:.4g}"] if coefficients else []))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +19,11 @@ from scalelong.errors import CheckpointError, short
 from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips, to_json, write_config
+from scalelong.skips.attach import apply, find_skips, write_config
 from scalelong.skips.example import Snapshot, unchanged_on_error
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of, stored_scaling
+from scalelong.skips.patches import plain_loading
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -38,7 +40,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored, folder = to_json(model), Path(folder)
+    stored, folder = stored_scaling(model), Path(folder)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     hashes = {WEIGHTS_NAME: file_digest(folder / WEIGHTS_NAME), SCALING_NAME: _digest(stored)}
@@ -94,8 +96,10 @@ def _check_hashes(stored: Any, folder: Path) -> None:
 
 
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
-    """`cls.from_pretrained(folder)` for a scaled diffusers model that was saved with `save_pretrained`.
+    """`cls.from_pretrained(folder)` for a scaled diffusers model, or a pipeline with one, saved with `save_pretrained`.
 
+    `import scalelong.diffusers` makes `cls.from_pretrained` itself do this; this function also takes an example, and raises
+    if the folder has no scaling or lacks its gates.
     folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
     example: as for `apply`, for classes that are not known.
 
@@ -109,7 +113,10 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
 
         hub = {name: options[name] for name in HUB_OPTIONS if name in options}
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    import_module(DIFFUSERS)
     source = Path(folder) / options.pop("subfolder", "")
+    if (source / "model_index.json").is_file():
+        return cls.from_pretrained(source, **options)  # type: ignore[attr-defined, no-any-return]
     path = source / "config.json"
     stored = read_json(source, "config.json").get(CONFIG_KEY)
     if stored is None:
@@ -119,7 +126,8 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     level = logger.level
     try:
         logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
-        model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
+        with plain_loading():
+            model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     finally:
         logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
@@ -142,18 +150,22 @@ def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example:
             f"model: the skips of this {type(model).__name__} are not known, and there is no example to trace it with"
         )
         raise ValueError(f"{unknown}; pass one as for apply: scalelong.load(..., example=(x, t))")
-    found = scaling_of(model).num_skips if is_scaled(model) else len(find_skips(model, example=example))
+    given = stored.get("skips")  # named by the user
+    found = scaling_of(model).num_skips if is_scaled(model) else stored["num_skips"]
+    if given is None and not is_scaled(model):
+        found = len(find_skips(model, example=example))
     if found != stored["num_skips"]:
         own = f"this {type(model).__name__} has {found}"
         raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
     if is_scaled(model):
-        placed = to_json(model).get("placement", "before")
-        for key, here, saved in (("scaling", scaling_of(model).config, config), ("placement", placed, placement)):
+        mine = stored_scaling(model)
+        pairs = (("placement", mine.get("placement", "before"), placement), ("skips", mine.get("skips"), given))
+        for key, here, saved in (("scaling", scaling_of(model).config, config), *pairs):
             if here != saved:
                 both = f"the model has {here}, the saved one is {saved}"
                 raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
         return
-    apply(model, config.method, example=example, placement=placement, **config.options)
+    apply(model, config.method, example=example, placement=placement, skips=given, **config.options)
 
 
 def _check_fit(model: nn.Module, weights: Path) -> None:

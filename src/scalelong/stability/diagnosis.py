@@ -25,8 +25,13 @@ class Sentence:
     alarming: bool = False
 
 
+NOTHING = Sentence("try", "Nothing here asks for a change (0 alarms).", 0)
+
+
 def diagnose(folder: str | Path) -> list[Sentence]:
     """Describe the loss, oscillation, gradient spikes and skipped steps of a run, and what to try.
+
+    folder: of a run, or the file of an `OscillationProbe` in another loop, which has oscillations and perhaps losses.
 
     >>> from scalelong.runs.settings import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -35,6 +40,9 @@ def diagnose(folder: str | Path) -> list[Sentence]:
     The loss stayed at 0.5 (means of the first and last fifth of 1 record).
     """
     run = read_run(folder)
+    if run.folder.is_file():
+        found = [*(_course(run) if run.column("train", "loss")[0] else []), *_features(run), *_block_gradients(run)]
+        return found + _advice_elsewhere(found, run.config)
     found = [*_course(run), *_features(run), *_gradients(run), *_steps(run)]
     return found + _advice(found, run.config)
 
@@ -95,11 +103,15 @@ def _gradients(run: Run) -> list[Sentence]:
         above = f"{spikes} of {len(peaks)} records have a norm above {SPIKES:g} times the median {usual:.3g}"
         text = f"Gradients spike: {above}, the largest {largest:.3g} by step {at}."
     found = [Sentence("gradients", text, largest / usual, spikes > 0)]
-    if blocks := _oscillations(run, "gradient"):
-        value, name = max((value, name) for name, value in blocks.items())
-        text = f"The least steady gradient is that of {name}: {value:.0%} between records."
-        found.append(Sentence("gradients", text, value))
-    return found
+    return found + _block_gradients(run)
+
+
+def _block_gradients(run: Run) -> list[Sentence]:
+    blocks = _oscillations(run, "gradient")
+    if not blocks:
+        return []
+    value, name = max((value, name) for name, value in blocks.items())
+    return [Sentence("gradients", f"The least steady gradient is that of {name}: {value:.0%} between records.", value)]
 
 
 def _steps(run: Run) -> list[Sentence]:
@@ -126,7 +138,21 @@ def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
     if (number := alarms.get("course")) is not None:
         tips.append((f"a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}: the loss did not fall", number))
     advice = [Sentence("try", f"Try {tip}.", number) for tip, number in tips]
-    return advice or [Sentence("try", "Nothing here asks for a change (0 alarms).", 0)]
+    return advice or [NOTHING]
+
+
+def _advice_elsewhere(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
+    """For a loop that is not ours: without its settings."""
+    alarms = {sentence.about: sentence.number for sentence in found if sentence.alarming}
+    tips = []
+    if (number := alarms.get("features")) is not None:
+        seen = f"a block moves by {number:.0%}"
+        if config.scaling.method == "none":
+            tips.append((f'scalelong.apply(model, "cs") before the optimizer is built: {seen}', number))
+        tips.append((f"half the learning rate: {seen}", number))
+    if (number := alarms.get("course")) is not None:
+        tips.append(("a tenth of the learning rate: the loss did not fall", number))
+    return [Sentence("try", f"Try {tip}.", number) for tip, number in tips] or [NOTHING]
 
 
 def _oscillations(run: Run, what: str) -> dict[str, float]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import UNet1DModel
 from torch import Tensor, nn
 
 import scalelong
 from tests.standins import image
+from tests.standins.parallel import Branch, Branches, Checkpointed, InputSkip, SideBySide, TwinDecoders
 
 
 def conv(inputs: int, outputs: int) -> nn.Conv2d:
@@ -121,15 +123,104 @@ def test_levels_of_two_classes_are_refused(letters: str, add: bool, place: str) 
         scalelong.find_skips(Levels(letters, add), example=image())
 
 
-def test_a_second_u_of_another_class_is_refused() -> None:
+def test_a_second_u_of_another_class_is_numbered_for_itself() -> None:
     class Smaller(Decoder):
         pass
 
     model = nn.Module()
     model.first, model.second = Decoder((Cat, Cat, Cat)), Smaller((Add, Add))
     model.forward = lambda x: model.second(model.first(x))
-    with pytest.raises(scalelong.skips.NoLongSkipsError, match=r"but second\.up\.1 joins another"):
-        scalelong.find_skips(model, example=image())
+    skips = scalelong.find_skips(model, example=image())
+    assert [(skip.size.nest, skip.used_in.split(".")[0]) for skip in skips] == [(1, "first")] * 3 + [(2, "second")] * 2
+
+
+@pytest.mark.parametrize(
+    ("build", "nests"),
+    [
+        (Branches, (["time.up.2", "time.up.1", "time.up.0"], ["freq.up.2", "freq.up.1", "freq.up.0"])),
+        (SideBySide, (["time.up.2", "time.up.1", "time.up.0"], ["freq.up.1", "freq.up.0"])),
+        (TwinDecoders, (["net.up.2", "net.up.1", "net.up.0"], ["twin.up.2", "twin.up.1", "twin.up.0"])),
+        (InputSkip, (["last", "net.up.1", "net.up.0"],)),
+    ],
+)
+def test_skips_are_numbered_per_u(build: type[nn.Module], nests: Sequence[list[str]]) -> None:
+    handle = scalelong.apply(build(), "cs", kappa=0.5, example=image())
+    found = [[skip for skip in handle.skips if skip.size.nest == number] for number in range(1, len(nests) + 1)]
+    assert [[skip.consumer for skip in nest] for nest in found] == list(nests)
+    assert [skip.made_in == "input" for skip in handle.skips] == [
+        build is InputSkip,
+        *[False] * (len(handle.skips) - 1),
+    ]
+    assert handle.coefficients() == [0.5**at for nest in found for at in range(len(nest))]
+    assert [line.split()[0] for line in str(handle).splitlines()[-2:]] == (
+        ["2", "3"] if len(nests) == 1 else [f"2.{len(nests[1]) - 1}", f"2.{len(nests[1])}"]
+    )
+
+
+def test_skips_can_be_given_by_u_or_by_name(tmp_path) -> None:
+    model = SideBySide()
+    found = scalelong.find_skips(model, example=image())
+    assert scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=found).coefficients() == [
+        1,
+        0.5,
+        0.25,
+        1,
+        0.5,
+    ]
+    scalelong.remove(model)
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=[found[1:3], found[3:4]])
+    assert handle.coefficients() == [1, 0.5, 1]
+    scalelong.remove(model)
+    named = [("freq.down.0", "freq.up.1"), ("freq.down.1", "freq.up.0.conv")]
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=named)
+    assert [skip.consumer for skip in handle.skips] == ["freq.up.1", "freq.up.0"]
+    scalelong.save(model, tmp_path)
+    other = SideBySide()
+    scalelong.load(other, tmp_path, example=image())
+    torch.testing.assert_close(other(*image()), model(*image()), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="scaled already"):
+        scalelong.apply(other, "cs", example=image())
+
+
+@pytest.mark.parametrize(
+    ("skips", "message"),
+    [
+        (
+            [("freq.down.0", "freq.up.2")],
+            r"no skip is made in 'freq.down.0' and used in 'freq.up.2'; did you mean 'freq",
+        ),
+        ([], "must be skips or pairs"),
+        ([("freq.down.0",)], "must be skips or pairs"),
+    ],
+)
+def test_wrong_skips_are_refused(skips: list[tuple[str, ...]], message: str) -> None:
+    model = SideBySide()
+    with pytest.raises(ValueError, match=f"skips: .*{message}"):
+        scalelong.apply(model, "cs", example=image(), skips=skips)
+    assert not scalelong.skips.is_scaled(model)
+
+
+def test_skips_of_a_known_class_can_be_given_without_an_example() -> None:
+    model = UNet1DModel()
+    assert scalelong.apply(model, "cs", kappa=0.5, skips=scalelong.find_skips(model)[1:]).coefficients() == [1, 0.5]
+    with pytest.raises(ValueError, match=r"the model has down_blocks\.0\.resnets\.2 -> "):
+        scalelong.apply(UNet1DModel(), "cs", skips=[("down_blocks.0", "up_blocks.2")])
+
+
+def test_a_network_that_always_recomputes_activations_is_scaled() -> None:
+    model, plain = Checkpointed(), Checkpointed()
+    plain.load_state_dict(model.state_dict())
+    scalelong.apply(model, "cs", kappa=0.5, example=image())
+    assert all(check.gradient_error is None for check in scalelong.verify(model, example=image()).checks)
+    assert all(check.output_error < 1e-6 for check in scalelong.verify(model, example=image()).checks)
+    x = image()[0]
+    model(x).square().sum().backward()
+    recomputed = [parameter.grad for parameter in model.down.parameters()]
+    model.zero_grad()
+    kept = model.encode(x)
+    Branch.decode(model, model.mid(kept[-1]), kept).square().sum().backward()
+    for found, parameter in zip(recomputed, model.down.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("residual", [False, True])

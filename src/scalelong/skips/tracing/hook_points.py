@@ -13,9 +13,17 @@ from typing import NamedTuple
 
 from torch import nn
 
+from scalelong.errors import did_you_mean
 from scalelong.scaling.constant import SkipSize
-from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot
-from scalelong.skips.tracing.nesting import NoLongSkipsError, SkipPath, find_long_skips, refusal
+from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot, as_nests
+from scalelong.skips.tracing.nesting import (
+    NoLongSkipsError,
+    SkipPath,
+    find_long_skips,
+    merge_repeats,
+    paths_to,
+    refusal,
+)
 from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
 
 CHANNELWISE_LINEAR = frozenset({  # linear, and channels stay apart: a scaled slice stays a scaled slice
@@ -43,7 +51,7 @@ class Detection:
         for index, path in enumerate(self.paths, start=1):
             call, slot, node, also = find_hook_point(self.trace, path)
             made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, call)
-            size = _size(self.trace, path, node)
+            size = replace(_size(self.trace, path, node), nest=path.nest)
             found.append(LongSkip(index, made_in, used_in, size, "unknown", call.name, slot, also))
         return found
 
@@ -52,15 +60,69 @@ class Detection:
         return [self.trace.nodes[path.nodes[-1]].shape for path in self.paths]
 
 
-def detect(model: nn.Module, call: Call) -> Detection:
-    """Run the model once on the example and find its long skips; the model and all random states are left unchanged."""
+Names = tuple[str, str]  # made_in, used_in
+
+
+def detect(model: nn.Module, call: Call, given: Sequence[Sequence[Names]] = ()) -> Detection:
+    """Run the model once on the example and find its long skips, or those that are given for each U.
+
+    The model and all random states are left unchanged.
+    """
     traced = trace(model, call)
-    return Detection(traced, find_long_skips(traced))
+    return Detection(traced, _named_paths(traced, given) if given else find_long_skips(traced))
+
+
+def _named_paths(trace: Trace, given: Sequence[Sequence[Names]]) -> list[SkipPath]:
+    """The paths between the modules that are named, numbered as given."""
+    paths = merge_repeats(trace, [path for node in trace.nodes for path in paths_to(trace, node)])
+    inside = {path: _receivers(trace, path) for path in paths}
+    found = []
+    for number, nest in enumerate(given, start=1):
+        for made_in, used_in in nest:
+            made = [path for path in paths if made_in in made_names(trace, path.source)]
+            fits = [path for path in made if used_in in inside[path]]
+            around = [path for path in made if used_in in _around(trace, path)]
+            if len(fits or around) != 1:
+                known = [(made_names(trace, path.source)[-1], inside[path][0]) for path in paths]
+                raise _unknown_skip((made_in, used_in), known, len(fits))
+            found.append(replace((fits or around)[0], nest=number))
+    return found
+
+
+def _receivers(trace: Trace, path: SkipPath) -> list[str]:
+    """The modules that receive the joined tensor, and the one that joins it."""
+    calls = [call.name for call in trace.calls if any(node == path.join for _, node in call.inputs)]
+    return [*calls, trace.module_name(path.join)]
+
+
+def _around(trace: Trace, path: SkipPath) -> list[str]:
+    return [trace.calls[index].name for index in trace.stack(trace.nodes[path.join].call)]
+
+
+def _unknown_skip(names: Names, known: Sequence[Names], matches: int) -> ValueError:
+    arrows = [f"{made_in} -> {used_in}" for made_in, used_in in known]
+    wrong = f"{matches} skips are" if matches else "no skip is"
+    hint = did_you_mean(" -> ".join(names), arrows)
+    listed = ", ".join(dict.fromkeys(arrows))
+    return ValueError(f"skips: {wrong} made in {names[0]!r} and used in {names[1]!r}; {hint}the model has {listed}")
+
+
+def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[LongSkip]:
+    """Those of the known skips that are given for each U, numbered as given."""
+    by_names = {(skip.made_in, skip.used_in): skip for skip in known}
+    found: list[LongSkip] = []
+    for number, nest in enumerate(given, start=1):
+        for names in nest:
+            if names not in by_names:
+                raise _unknown_skip(names, list(by_names), 0)
+            skip = by_names[names]
+            found.append(replace(skip, index=len(found) + 1, size=replace(skip.size, nest=number), given=True))
+    return found
 
 
 def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
     """Like `detect`, but raise unless as many skips are found as are known."""
-    found = detect(model, call)
+    found = detect(model, call, as_nests(skips) if any(skip.given for skip in skips) else ())
     if len(found.paths) != len(skips):
         raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
     return found
@@ -217,7 +279,15 @@ def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
     around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
     giving = [call for call in around if call.returned == {node} and call.parent >= 0]
-    return next((call.name for call in giving + around[::-1]), "")
+    return INPUT if trace.nodes[node].name == INPUT else next((call.name for call in giving + around[::-1]), "")
+
+
+def made_names(trace: Trace, node: int) -> list[str]:
+    """Names of where a skip is made; last, the module whose output is only activated or reshaped in its caller's forward."""
+    names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
+    while len(at.parents) == 1 and at.weight is None:
+        at = trace.nodes[at.parents[0]]
+    return [*names, _made_in(trace, at.index)]
 
 
 def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:

@@ -22,11 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from scalelong.errors import NoLongSkipsError
 from scalelong.errors import VerificationError as VerificationError
 from scalelong.scaling.constant import ConstantScaling
-from scalelong.skips.example import is_meta, map_tensors, merge_example, own_copy, run_example, tensors_in, undisturbed
+from scalelong.skips.example import (
+    independent_copy,
+    is_meta,
+    map_tensors,
+    merge_example,
+    own_copy,
+    run_example,
+    tensors_in,
+    undisturbed,
+)
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import attached_skips, detach, replace_scaling, root_name, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
@@ -48,7 +58,7 @@ class SkipCheck:
     made_in: str
     used_in: str
     output_error: float
-    gradient_error: float | None  # None if the output has no gradient
+    gradient_error: float | None  # None if the output has no gradient, or activations are recomputed
     effect: float  # relative change of the output
 
 
@@ -107,7 +117,7 @@ class Copies:
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         skips = attached_skips(model)
-        self.hooked, self.call, self.scaling = copy.deepcopy(model), call, ConstantScaling([1.0] * len(skips))
+        self.hooked, self.call, self.scaling = independent_copy(model), call, ConstantScaling([1.0] * len(skips))
         for module, name in itertools.product(self.hooked.modules(), CHECKPOINTING):
             if getattr(module, name, False) is True:
                 setattr(module, name, False)  # the oracle does not see what the backward pass recomputes
@@ -210,9 +220,15 @@ def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: 
     wanted: list[Tensor] = [p for name, p in named if not name.startswith(f"{root_name(model)}.") and p.requires_grad]
     wanted += [t for t in tensors_in(leaves) if t.requires_grad]
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).cos()
-    found = torch.autograd.grad((output * weights).sum(), wanted, allow_unused=True)
-    filled = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-    return {"outputs": [output.detach()], "gradients": filled}
+    model.zero_grad()
+    recomputed: list[str] = []
+    with register_module_forward_pre_hook(lambda module, _: recomputed.append(type(module).__name__)):
+        (output * weights).sum().backward()  # type: ignore[no-untyped-call]
+    found = [torch.zeros_like(t) if t.grad is None else t.grad for t in wanted]
+    model.zero_grad()
+    if recomputed:  # activation checkpointing: an oracle does not see what the backward pass computes again
+        return {"outputs": [output.detach()]}
+    return {"outputs": [output.detach()], "gradients": found}
 
 
 def _check(skip: LongSkip, hooked: Outputs, oracle: Outputs, unscaled: Outputs, dtype: torch.dtype) -> SkipCheck:
@@ -247,7 +263,7 @@ def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) ->
     """The reach of each skip on this example; unchanged if it cannot be measured (no values, joins not visible)."""
     if is_meta(model):
         return [skip.reach for skip in skips]
-    copied = copy.deepcopy(model)
+    copied = independent_copy(model)
     add_noise(copied)
     try:
         found = detect_all(copied, skips, example)
