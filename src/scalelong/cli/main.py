@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from scalelong import __version__
 from scalelong.errors import unknown_name
+from scalelong.progress import LogHandler
 
 VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:

@@ -16,9 +16,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, Device, Source, threaded
+from scalelong.progress import Progress
 from scalelong.random import random_bits, uniform
 
 _PREFETCH = 2  # batches read ahead by each worker, or by the thread
@@ -195,7 +195,7 @@ def load_images(source: Source) -> Tensor:
     shape, dtype = source.stored
     images = torch.empty((len(source), *shape), dtype=dtype)
     found = threaded(source.read, range(len(source)))
-    for item, image in enumerate(tqdm(found, total=len(source), desc=source.name, disable=None)):
+    for item, image in enumerate(Progress(found, total=len(source), desc=source.name, unit="img")):
         images[item] = image
     return images
 

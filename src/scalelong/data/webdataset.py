@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
 from scalelong.files import write_text
+from scalelong.progress import Progress
 
 _INDEX_VERSION = 3
 _TEXTS = frozenset({"txt", "text", "caption"})
@@ -46,7 +46,7 @@ class WebDatasetSource(PictureSource):
         self._versions = [shard.stat().st_mtime_ns for shard in self.shards]
         columns: dict[str, list[Any]] = {name: [] for name in ("key", "offset", "size", "label", "caption")}
         self._starts = [0]
-        for shard in tqdm(self.shards, desc="index", unit="shard", disable=None):
+        for shard in Progress(self.shards, desc="index", unit="shard"):
             samples = shard_index(shard, cache_dir(request.root) / "webdataset")
             for name, values in columns.items():
                 values += [sample[name] for sample in samples]

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.data import Source, cache_dir
 from scalelong.data.base import threaded
@@ -22,6 +21,7 @@ from scalelong.errors import require
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.frechet import Array, checked_features, checked_gaussian, frechet_distance
 from scalelong.files import atomic_write
+from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,12 @@ def collect_statistics(
 
 
 def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) -> Iterator[Tensor]:
-    """The features of each batch, with a progress bar."""
-    with tqdm(total=total, desc=extractor.name, unit="img", disable=None) as bar:
+    """The features of all images, in batches of the extractor's size."""
+    with Progress(total=total, desc=extractor.name, unit="img") as bar:
         for images in batches:
-            yield extractor(images)
-            bar.update(len(images))
+            for part in torch.split(images, getattr(extractor, "batch_size", max(1, len(images)))):
+                yield extractor(part)
+                bar.update(len(part))
 
 
 def reference_statistics(

@@ -18,13 +18,13 @@ from typing import IO, Any
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from scalelong.backbones.unet import model_inputs
 from scalelong.data import make_loader
 from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
+from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, Events
 from scalelong.runs.settings import Conditioning, RunConfig
@@ -102,8 +102,8 @@ class Trainer:
             if self.step == 0 and training.on_nonfinite == "rewind":
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
-            hide = None if is_main else True
-            self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
+            bar = {"total": training.steps, "initial": self.step, "unit": "step", "desc": self.folder.name}
+            self._bar = Progress(**bar, disable=not is_main)
             with self._bar, self._stop_signals():
                 self._train()
         finally:

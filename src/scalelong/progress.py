@@ -1,0 +1,64 @@
+"""Progress of long work: bars on a terminal; elsewhere, as in a log or a CI job, a line every few seconds."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    Bar = tqdm[Any]
+else:
+    Bar = tqdm
+
+SECONDS = 5.0  # between lines; shorter work prints none
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} so far, {remaining} left{postfix}"
+_hidden = False
+
+
+def hide() -> None:
+    """Show nothing from now on, in a process whose parent shows its progress."""
+    global _hidden
+    _hidden = True
+
+
+class Progress(Bar):
+    """tqdm, off a terminal as lines.
+
+    >>> [item for item in Progress([1, 2, 3], desc="count")]
+    [1, 2, 3]
+    """
+
+    def __init__(self, *args: Any, disable: bool = False, **options: Any) -> None:
+        self.lines = not sys.stderr.isatty()
+        self._last, self._printed = time.monotonic(), -1  # n of the last line
+        if self.lines:
+            options |= {"bar_format": _LINE, "file": io.StringIO()}  # tqdm's own control characters go nowhere
+        super().__init__(*args, disable=disable or _hidden, leave=None, dynamic_ncols=not self.lines, **options)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        if not self.lines:
+            return bool(super().display(msg, pos))
+        if msg is None and time.monotonic() - self._last >= SECONDS:
+            self._print()
+        return True
+
+    def close(self) -> None:
+        if self.lines and not self.disable and 0 <= self._printed < self.n:
+            self._print()
+        super().close()
+
+    def _print(self) -> None:
+        self._last, self._printed = time.monotonic(), self.n
+        print(self, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class LogHandler(logging.Handler):
+    """Writes log messages to stderr above the bars, not through them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
