@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,10 @@ VERBS = {
 }
 
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # printed as one line
+
+_PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
+_SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?:=(?:True\b|'?(\w*)'?))?")
+_ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
 USAGE = f"usage: scalelong VERB [options]\n\n{_LIST}\n\nscalelong VERB --help lists the options of a verb."
@@ -60,12 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EXPECTED as error:
         if os.environ.get("SCALELONG_DEBUG"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_flags(str(error), verb)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def as_flags(message: str, verb: str) -> str:
+    """An error whose remedy, the part behind the last semicolon, names flags of this verb instead of settings."""
+    head, semicolon, remedy = message.rpartition("; ")
+
+    def flag(found: re.Match[str]) -> str:
+        part, name, value = found.groups()
+        if not part and (name not in _ARGUMENTS or "=" not in found[0]):
+            return found[0]
+        part = (part or _ARGUMENTS[name]) if verb == "train" else ""
+        return f"--{part}{name.replace('_', '-')}" + (f" {value}" if value else "")
+
+    return head + semicolon + _SETTING.sub(flag, remedy)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from scalelong.evaluation.statistics import (
     collect_statistics,
     extract,
     image_batches,
+    own_part,
     reference_statistics,
 )
 from scalelong.runs.settings import SamplingSettings
@@ -125,8 +126,6 @@ def evaluate_run(
     *,
     condition: Condition | None = None,  # default: that of the run's own data
     kid_reference: Tensor | None = None,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> Evaluation:
     """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference.
 
@@ -136,8 +135,9 @@ def evaluate_run(
     sampling = resolve_sampling(sampling, run.objective.process)
     condition = condition or load_condition(run, load_training_data(run))
     started, n = time.perf_counter(), sampling.count
-    part = range(n * rank // world_size, n * (rank + 1) // world_size)
-    batches = run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=rank == 0)
+    part = own_part(n)
+    progress = part.start == 0  # on one rank
+    batches = run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=progress)
     sample_seconds = 0.0
 
     def timed() -> Iterator[Tensor]:
@@ -177,7 +177,10 @@ def load_condition(run: TrainedRun, source: Source) -> Condition:
 def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
     """(n, D) features of a data set (of latents: of their images), for KID."""
     source = original_images(source, root)
-    return torch.cat([features.cpu() for features in extract(image_batches(source), extractor, len(source))])
+    own = own_part(len(source))
+    batches = image_batches(source, own.start, own.stop)
+    features = torch.cat([features.cpu() for features in extract(batches, extractor, len(own))])
+    return torch.cat([part.cpu() for part in all_parts(features)])
 
 
 class EvaluationObserver:
@@ -193,9 +196,8 @@ class EvaluationObserver:
         if step % self.every:
             return None
         trainer = self.trainer
-        ranks = {"rank": trainer.ranks.process_index, "world_size": trainer.ranks.num_processes}
         about = (trainer.trained(), self.extractor, self.reference, self.sampling)
-        evaluation = evaluate_run(*about, condition=trainer.condition, **ranks)
+        evaluation = evaluate_run(*about, condition=trainer.condition)
         return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 
 

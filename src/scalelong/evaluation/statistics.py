@@ -172,6 +172,8 @@ def reference_statistics(
 ) -> FeatureStatistics:
     """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n).
 
+    Under torch.distributed every rank calls this, and each extracts its share.
+
     >>> from scalelong.evaluation import RandomConvFeatures
     >>> from scalelong.data import load_source
     >>> reference_statistics(load_source("digits"), RandomConvFeatures(), cache=False).n
@@ -182,18 +184,35 @@ def reference_statistics(
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]
     name = f"{readable}-n{n}-{hashlib.sha256(about.encode()).hexdigest()[:16]}.safetensors"
     path = cache_dir(root) / "statistics" / name
-    if cache and path.exists():
-        try:
-            found = FeatureStatistics.load(path)
-            if f"{found.data} {found.extractor_hash} {found.n}" == about:
-                return found
-            logger.warning("%s: holds other statistics than its name says; computing them again", path)
-        except ValueError as error:
-            logger.warning("%s; computing it again", error)
-    statistics = collect_statistics(image_batches(source), extractor, data=source.fingerprint, total=n)
-    if cache:
+    found = _cached(path, about) if cache else None
+    if all(bool(part) for part in torch.cat(all_parts(torch.tensor([found is not None])))) and found is not None:
+        return found
+    own = own_part(n)
+    batches = image_batches(source, own.start, own.stop)
+    statistics = collect_statistics(batches, extractor, data=source.fingerprint, total=len(own)).gather()
+    if cache and own.start == 0:
         logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
     return statistics
+
+
+def _cached(path: Path, about: str) -> FeatureStatistics | None:
+    if not path.exists():
+        return None
+    try:
+        found = FeatureStatistics.load(path)
+        if f"{found.data} {found.extractor_hash} {found.n}" == about:
+            return found
+        logger.warning("%s: holds other statistics than its name says; computing them again", path)
+    except ValueError as error:
+        logger.warning("%s; computing it again", error)
+    return None
+
+
+def own_part(n: int) -> range:
+    """This rank's share of n items; all of them without torch.distributed."""
+    several = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    return range(n * rank // size, n * (rank + 1) // size)
 
 
 def all_parts(own: Tensor) -> list[Tensor]:

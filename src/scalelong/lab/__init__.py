@@ -23,11 +23,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scalelong.files import write_text
+from scalelong.report.colours import colour
 
-__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
+__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
 
 STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
-METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
+METHOD_COLOURS = {method: colour(method) for method in ("none", "universal", "cs", "cs_reversed")}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,20 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
         longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
         futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
         return [futures[name].result() for name in STUDIES]
+
+
+def verdicts(studies: Sequence[Study]) -> str:
+    """One line for each lemma and theorem: whether it holds, and how many of its findings say so."""
+    lines = []
+    for study in studies:
+        found = [finding.verdict for finding in study.findings]
+        held, printed = (sum(verdict.startswith(kind) for verdict in found) for kind in ("holds", "fails as printed"))
+        word = "holds" if held == len(found) else "holds with corrections" if held else "fails as printed"
+        word = word if held + printed == len(found) else "contradicted by a measurement"
+        failed = f", {printed} fail as printed" if printed else ""
+        kind, number = ("Lemma" if study.name.startswith("lemma") else "Theorem"), f"{study.name[-2]}.{study.name[-1]}"
+        lines.append(f"{kind} {number}".ljust(13) + f"{word} ({held} of {len(found)} findings hold{failed})")
+    return "\n".join(lines)
 
 
 def as_text(findings: Sequence[Finding], width: int = 100) -> str:

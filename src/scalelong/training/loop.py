@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import platform
 import shlex
 import signal
@@ -61,6 +62,8 @@ class Trainer:
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
         self.ranks = PartialState(cpu=not torch.cuda.is_available())  # CPU ranks find each other only with the flag
         self.device = self.ranks.device
+        if "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and self.device.type == "cpu":
+            logger.warning("accelerate launch starts one process on a CPU; for N ranks use torchrun --nproc-per-node N")
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
