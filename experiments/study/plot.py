@@ -15,11 +15,12 @@ from pathlib import Path
 import matplotlib
 from piece import RESULTS, read_meta, read_rows
 
+from scalelong.report.colours import colour
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BASELINE = "none"
-COLOURS = {"none": "#e15759", "ls": "#59a14f", "cs": "#4e79a7", "universal": "#9c755f"}
 MARKS = ("o", "s", "^")
 FIRST = 4000  # earlier steps are not drawn
 Curve = dict[int, float]  # value by step
@@ -81,7 +82,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         (panels[1], "test_loss", "test loss of the EMA weights"),
     ):
         losses = curves(rows, column)
-        axes.axhline(0, color=COLOURS[BASELINE], linewidth=1, label=BASELINE)
+        axes.axhline(0, color=colour(BASELINE), linewidth=1, label=BASELINE)
         for (method, seed), curve in losses.items():
             if method != BASELINE and (BASELINE, seed) in losses:
                 both = [smoothed(c) if column == "train_loss" else c for c in (curve, losses[BASELINE, seed])]
@@ -90,7 +91,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         axes.set_title(f"{title}, % against none", fontsize=10, loc="left")
     for (method, seed), curve in curves(rows, "fid").items():
         steps = sorted(step for step in curve if step >= FIRST)
-        style = {"color": _colour(method), "linestyle": _dash(method), "marker": MARKS[seed % len(MARKS)]}
+        style = {"color": colour(method), "linestyle": _dash(method), "marker": MARKS[seed % len(MARKS)]}
         panels[2].plot(steps, [curve[step] for step in steps], label=f"{method}, seed {seed}", linewidth=1.2, **style)
     panels[2].set_title("FID-10k", fontsize=10, loc="left")
     for axes in panels:
@@ -106,10 +107,10 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
 def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int) -> None:
     """One curve, with the steps marked at which the method draws ahead."""
     shown = {step: difference[step] for step in sorted(difference) if step >= FIRST}
-    style = {"color": _colour(method), "linestyle": _dash(method), "linewidth": 1.4}
+    style = {"color": colour(method), "linestyle": _dash(method), "linewidth": 1.4}
     axes.plot(list(shown), list(shown.values()), label=f"{method}, seed {seed}", **style)
     for at, _ in intervals_ahead(shown):
-        axes.plot(at, shown[at], "o", color=_colour(method), markersize=5)
+        axes.plot(at, shown[at], "o", color=colour(method), markersize=5)
         axes.annotate(f"{at // 1000}k", (at, shown[at]), xytext=(3, 6), textcoords="offset points", fontsize=8)
 
 
@@ -145,10 +146,6 @@ def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
     pieces = read_meta(results)["pieces"]
     protocol = pieces[experiment or list(pieces)[-1]]["protocol"]
     return [row for row in read_rows(results / "curves.csv") if pieces[row["experiment"]]["protocol"] == protocol]
-
-
-def _colour(method: str) -> str:
-    return COLOURS.get(method.partition(" ")[0], "#b07aa1")
 
 
 def _dash(method: str) -> str:

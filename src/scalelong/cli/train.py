@@ -195,4 +195,4 @@ def _seconds_per_step(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return min(timeit.repeat(gradients, number=1, repeat=3)) * config.training.batch_size / size, size
+    return min(timeit.repeat(gradients, number=1, repeat=2)) * config.training.batch_size / size, size

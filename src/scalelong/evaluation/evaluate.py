@@ -76,7 +76,7 @@ def evaluate_images(
         known = len(kid_reference) if total is None else min(total, len(kid_reference))
         check_subsets(kid_subset_size, kid_subsets, known)
     kept, kid = [], None
-    for features in extract(batches, extractor, total):
+    for features in extract(batches, extractor, None if total is None else len(own_part(total))):
         own.update(features)
         if kid_reference is not None:
             kept.append(features)

@@ -14,6 +14,7 @@ PALETTE = (  # on a light and on a dark page
     ("#c03a76", "#ff8cba"),
     ("#2487a8", "#7ad3ec"),
 )
+GREY, BLUE, ORANGE, GREEN, PURPLE, OCHRE, PINK, TEAL = (light for light, _ in PALETTE)
 METHODS = {"none": 0, "cs": 1, "ls": 2, "rsqrt2": 3, "universal": 4, "cs_reversed": 5, "mp_cat": 6, "rezero": 7}
 
 
