@@ -43,6 +43,9 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert (sampled(run, "guided", "--classes", "3", "--guidance", "5") != threes).any()
     nowhere = sampled(run, "nowhere", "--classes", "3", "--guidance", "5", "--guidance-interval", "1e8", "1e9")
     assert np.array_equal(nowhere, threes)
+    assert np.abs(sampled(run, "null", "--classes", "null,3")[1::2] - threes[1::2]).max() <= 1
+    assert (sampled(run, "none", "--classes", "null") != threes).any()
+    assert "classes: there is no 'nul'; did you mean 'null'?" in refused(capsys, "sample", str(run), "--classes", "nul")
     assert "classes: there is no '12'; give 0 .. 9" in refused(capsys, "sample", str(run), "--classes", "12")
     assert "the run's condition is class, not text" in refused(capsys, "sample", str(run), "--prompt", "a red apple")
     measure = ["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "70", "--guidance", "2"]

@@ -72,7 +72,7 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
         (["train", "digits-demo", "--dry-run", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
         (
             ["train", "digits-demo", "--dry-run", "--data", "hf:x"],
-            "hf:x is not there yet, so its size is not known; set --data.image-size",
+            "its size is not known; set --data.image-size",
         ),
     ],
 )

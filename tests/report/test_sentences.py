@@ -1,5 +1,6 @@
 """The sentences change with the data, and are right about it."""
 
+import re
 from pathlib import Path
 
 from scalelong.report import Comparison, compare_runs, read_runs, sentences
@@ -58,7 +59,7 @@ def test_several_seeds_within_their_spread_are_no_change(tmp_path: Path) -> None
     assert "cs 0.7 shows no clear change of the oscillation" in finding(tmp_path)
     assert "within the spread" not in finding(tmp_path), "a change may be far beyond the ± beside it"
     assert re.search(r"difference not clear of 0 \(95% interval −[\d.]+ to [\d.]+, paired t-test\)", finding(tmp_path))
-    told = "no method is clearly apart in oscillation of the middle block; the lowest mean is"
+    told = "No method is clearly apart in oscillation of the middle block; the lowest mean is"
     assert sentences.headline(compare(tmp_path)).startswith(told)
     assert "Mean ± sd over 3 seeds" in sentences.seeds(compare(tmp_path))
 

@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     measure = functools.partial(evaluate_run, run, extractor, reference, command.sampling, kid_reference=features)
     values = []
     for seed in command.seeds:
-        evaluation = measure(seed, condition=condition)
+        evaluation = measure(seed, condition=condition, rank=ranks.process_index, world_size=ranks.num_processes)
         values.append(evaluation.result.value)
         if ranks.is_main_process:
             append_event(run.folder, run.step, "evaluation", evaluation.record())

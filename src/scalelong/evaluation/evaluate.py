@@ -126,6 +126,8 @@ def evaluate_run(
     *,
     condition: Condition | None = None,  # default: that of the run's own data
     kid_reference: Tensor | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Evaluation:
     """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference.
 
@@ -135,9 +137,8 @@ def evaluate_run(
     sampling = resolve_sampling(sampling, run.objective.process)
     condition = condition or load_condition(run, load_training_data(run))
     started, n = time.perf_counter(), sampling.count
-    part = own_part(n)
-    progress = part.start == 0  # on one rank
-    batches = run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=progress)
+    part = range(n * rank // world_size, n * (rank + 1) // world_size)
+    batches = run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=rank == 0)
     sample_seconds = 0.0
 
     def timed() -> Iterator[Tensor]:
@@ -196,8 +197,9 @@ class EvaluationObserver:
         if step % self.every:
             return None
         trainer = self.trainer
+        ranks = {"rank": trainer.ranks.process_index, "world_size": trainer.ranks.num_processes}
         about = (trainer.trained(), self.extractor, self.reference, self.sampling)
-        evaluation = evaluate_run(*about, condition=trainer.condition)
+        evaluation = evaluate_run(*about, condition=trainer.condition, **ranks)
         return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 
 

@@ -37,7 +37,7 @@ def headline(comparison: Comparison) -> str:
     lowest = _best(comparison, "final_loss", "final loss")
     parts = [steadiest] * comparison.same_probes + [lowest] * comparison.same_loss
     if text := "; ".join(part for part in parts if part):
-        return f"T{text[1:]}." if text.startswith("the ") else f"{text}."  # names of methods keep their case
+        return f"N{text[1:]}." if text.startswith("no method ") else f"{text}."  # names of methods keep their case
     if len(comparison.groups) > 1 and not comparison.same_loss:
         return "These runs are shown side by side but not ranked: what they recorded does not compare."
     only = comparison.groups[0]
