@@ -7,7 +7,7 @@ PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-portable lint docs browser clean help
+.PHONY: demo test test-slow test-portable lint docs dist browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -48,6 +48,15 @@ $(PACKAGES): tests/packages.txt $(STAMP)
 
 test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow --durations 10
+
+dist: $(STAMP)   ## wheel and sdist into dist/, and a smoke test of the wheel in an empty environment
+	rm -rf dist $(VENV)/dist
+	$(PYTHON) -m venv $(VENV)/dist/build
+	$(VENV)/dist/build/bin/python -m pip install --quiet build
+	$(VENV)/dist/build/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(VENV)/dist/empty
+	$(VENV)/dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd $(VENV)/dist && env -u PYTHONPATH empty/bin/python $(CURDIR)/scripts/smoke_test.py
 
 clean:           ## remove what make made
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache
