@@ -33,19 +33,19 @@ class Progress(Bar):
     [1, 2, 3]
     """
 
-    def __init__(self, *args: Any, disable: bool = False, **options: Any) -> None:
+    def __init__(self, iterable: Any = None, disable: bool = False, **options: Any) -> None:
         self.lines = not sys.stderr.isatty()
-        self._last, self._printed = time.monotonic(), -1  # n of the last line
+        self._last = time.monotonic()
+        self._printed: float = -1  # n of the last line
         if self.lines:
             options |= {"bar_format": _LINE, "file": io.StringIO()}  # tqdm's own control characters go nowhere
-        super().__init__(*args, disable=disable or _hidden, leave=None, dynamic_ncols=not self.lines, **options)
+        super().__init__(iterable, disable=disable or _hidden, leave=None, dynamic_ncols=not self.lines, **options)
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if not self.lines:
-            return bool(super().display(msg, pos))
-        if msg is None and time.monotonic() - self._last >= SECONDS:
+            super().display(msg, pos)
+        elif msg is None and time.monotonic() - self._last >= SECONDS:
             self._print()
-        return True
 
     def close(self) -> None:
         if self.lines and not self.disable and 0 <= self._printed < self.n:

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scalelong.files import write_text
+from scalelong.progress import Progress
 from scalelong.report.colours import colour
 
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
@@ -75,6 +76,11 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
     with ProcessPoolExecutor(min(len(STUDIES), cores), context, torch.set_num_threads, (1,)) as pool:
         longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
         futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
+        with Progress(total=len(futures), desc="theory", unit="study") as bar:
+            while len(done := wait(futures.values(), timeout=1.0).done) < len(futures):
+                bar.update(len(done) - bar.n)
+                bar.refresh()
+            bar.update(len(done) - bar.n)
         return [futures[name].result() for name in STUDIES]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-FAILURES = (OSError, *HfHubHTTPError.__bases__)  # the last: the HTTP error of whichever client the hub's library uses
+FAILURES: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)  # with the HTTP client's own errors
 
 
 class HubError(RuntimeError):

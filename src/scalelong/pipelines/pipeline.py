@@ -20,7 +20,7 @@ from scalelong.diffusion.process import get_process
 from scalelong.diffusion.sampling import Start, guided, sample
 from scalelong.runs.settings import SamplingSettings
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Any]
 
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
