@@ -135,7 +135,7 @@ def test_remedies_name_flags() -> None:
     assert as_flags("scaling.axis: built for 3; pass axis='channels'", "train").endswith(
         "; pass --scaling.axis channels"
     )
-    assert as_flags("a.txt: no", "train") == "a.txt: no"
+    assert as_flags("training.steps: must be at least 1", "train") == "training.steps: must be at least 1"
 
 
 def test_a_file_of_settings_stands_alone(run, tmp_path, monkeypatch, capsys) -> None:

@@ -84,7 +84,7 @@ def as_flags(message: str, verb: str) -> str:
         part = (part or _ARGUMENTS[name]) if verb == "train" else ""
         return f"--{part}{name.replace('_', '-')}" + (f" {value}" if value else "")
 
-    return head + semicolon + _SETTING.sub(flag, remedy)
+    return head + semicolon + _SETTING.sub(flag, remedy) if semicolon else message
 
 
 if __name__ == "__main__":

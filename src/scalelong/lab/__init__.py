@@ -85,7 +85,11 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
 
 
 def verdicts(studies: Sequence[Study]) -> str:
-    """One line for each lemma and theorem: whether it holds, and how many of its findings say so."""
+    """One line for each lemma and theorem: whether it holds, and how many of its findings say so.
+
+    >>> print(verdicts([Study("lemma32", (judge("a", "b", "c", supported=True),), {})]))
+    Lemma 3.2    holds (1 of 1 findings hold)
+    """
     lines = []
     for study in studies:
         found = [finding.verdict for finding in study.findings]
