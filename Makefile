@@ -49,7 +49,7 @@ $(PACKAGES): tests/packages.txt $(STAMP)
 test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow --durations 10
 
-dist: $(STAMP)   ## wheel and sdist into dist/, and a smoke test of the wheel in an empty environment
+dist:            ## wheel and sdist into dist/, and a smoke test of the wheel in an empty environment
 	rm -rf dist $(VENV)/dist
 	$(PYTHON) -m venv $(VENV)/dist/build
 	$(VENV)/dist/build/bin/python -m pip install --quiet build

@@ -30,7 +30,7 @@ def main() -> None:
     site = Path(sysconfig.get_path("purelib"))
     assert Path(scalelong.__file__).is_relative_to(site), f"{scalelong.__file__} is not in {site}"
     assert (Path(scalelong.__file__).parent / "py.typed").is_file()
-    assert [load_source(name).num_classes for name in ("digits", "emoji32")] == [10, 8]
+    assert [load_source(name).shape for name in ("digits", "emoji32")] == [(1, 8, 8), (3, 32, 32)]
 
     model = UNet2DModel(sample_size=16, block_out_channels=(32, 32), down_block_types=("DownBlock2D",) * 2,
                         up_block_types=("UpBlock2D",) * 2, layers_per_block=1)  # fmt: skip
