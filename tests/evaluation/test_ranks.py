@@ -66,7 +66,7 @@ def test_the_command_shares_the_work_and_records_once(tmp_path: Path) -> None:
     run = train(tiny(training_steps=2), tmp_path / "run")
     command = ["-m", "scalelong.cli.main", "evaluate", str(run), "--extractor", "random-conv", "--num-samples", "65"]
     environment = os.environ | {"SCALELONG_DATA": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    for launcher in (["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"], []):
+    for launcher in (["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], []):
         made = subprocess.run(
             [sys.executable, *launcher, *command, "--kid"], env=environment, capture_output=True, text=True, timeout=300
         )
