@@ -114,7 +114,7 @@ def test_short_flags_are_those_of_other_verbs(capsys) -> None:
     ("preset", "told"),
     [
         ("cifar10-unet", "cifar10: not there yet; expected are images of 3 x 32 x 32"),
-        ("emoji32-text", "emoji32: 1,424 images of 3 x 32 x 32"),
+        ("emoji32-text", r"emoji32: [\d,]+ images of 3 x 32 x 32"),
     ],
 )
 def test_a_dry_run_fetches_nothing_and_gives_times(preset: str, told: str, tmp_path, monkeypatch, capsys) -> None:
@@ -123,7 +123,7 @@ def test_a_dry_run_fetches_nothing_and_gives_times(preset: str, told: str, tmp_p
     small = ["--model.channels", "32", "32", "--model.dim", "32", "--model.depth", "4", "--training.batch-size", "2"]
     assert main(["train", preset, *small, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert told in printed
+    assert re.search(told, printed)
     assert re.search(r"time +about .* a step, .*(s|min|h) in all on this", printed)
     assert not list(tmp_path.iterdir()), "something was fetched or written"
 

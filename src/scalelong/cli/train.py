@@ -133,9 +133,8 @@ def print_estimate(config: RunConfig) -> None:
     print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
     print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
     print(f"time        about {duration(seconds)} a step, {total}")
-    print(
-        f"            (gradients of {batch} random images, scaled up to batch {config.training.batch_size}; not compiled)"
-    )
+    images = "1 random image" if batch == 1 else f"{batch} random images"
+    print(f"            (gradients of {images}, scaled up to batch {config.training.batch_size}; not compiled)")
 
 
 def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
@@ -176,8 +175,8 @@ def _text_dim(encoder: str) -> int:
 def _seconds_per_step(
     config: RunConfig, shape: Shape, conditioning: Conditioning, device: torch.device
 ) -> tuple[float, int]:
-    """Seconds for the gradients of a whole batch, measured on a few random images; and how many those were."""
-    size = min(4, config.training.batch_size)
+    """Seconds for the gradients of a whole batch, scaled up from a few random images; and how many those were."""
+    size = min(1 if device.type == "cpu" else 16, config.training.batch_size)
     model, objective = build_model(config, shape, conditioning).to(device), build_objective(config)
     index = torch.arange(size, device=device)
     t, noise = draw_time_and_noise(objective.process, 0, index, shape)
@@ -195,4 +194,7 @@ def _seconds_per_step(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return min(timeit.repeat(gradients, number=1, repeat=2)) * config.training.batch_size / size, size
+    seconds = timeit.timeit(gradients, number=1)
+    if seconds < 1:  # the first call may be slower
+        seconds = min(timeit.repeat(gradients, number=1, repeat=3))
+    return seconds * config.training.batch_size / size, size
