@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -63,6 +66,7 @@ def test_messages_are_written_once(capsys) -> None:
 @pytest.mark.slow
 def test_on_a_terminal_bars_and_messages_have_lines_of_their_own() -> None:
     leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     try:
         subprocess.run([sys.executable, "-c", PROGRAM], stderr=follower, check=True, timeout=120)
         shown = os.read(leader, 1_000_000).decode()
@@ -71,4 +75,6 @@ def test_on_a_terminal_bars_and_messages_have_lines_of_their_own() -> None:
         os.close(follower)
     pieces = [piece for line in shown.split("\n") for piece in line.split("\r")]
     assert sum(piece.replace("\x1b[A", "").strip() == "a message" for piece in pieces) == 3
+    assert any(piece.strip().startswith("outer: 100%") for piece in pieces)
+    assert any("inner: " in piece for piece in pieces)
     assert not any("outer" in piece and "inner" in piece for piece in pieces), "bars share a line"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class Progress(Bar):
     """
 
     def __init__(self, iterable: Any = None, disable: bool = False, **options: Any) -> None:
-        self.lines = not sys.stderr.isatty()
+        self.lines = not _on_terminal()
         self._last = time.monotonic()
         self._printed: float = -1  # n of the last line
         if self.lines:
@@ -55,6 +56,11 @@ class Progress(Bar):
     def _print(self) -> None:
         self._last, self._printed = time.monotonic(), self.n
         print(self, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _on_terminal() -> bool:
+    """True if stderr is a terminal that is wide enough for a bar; those of some containers have no width."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 40
 
 
 class LogHandler(logging.Handler):
