@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from scalelong.training import NonFiniteError
+from scalelong.training.build import build_model, build_objective
 from scalelong.training.step import (
     EMA,
     Guard,
+    Stepper,
     describe,
     find_suspects,
     learning_rate,
@@ -81,3 +83,9 @@ def test_each_policy_does_what_it_says() -> None:
     again.restore(rewind.state())
     assert again.avoid == {3}
     assert again.rewinds == 1
+
+
+def test_a_cpu_does_not_compile() -> None:
+    config = tiny(training_compile="default")
+    model = build_model(config, (1, 8, 8))
+    assert Stepper(config, model, build_objective(config), torch.device("cpu")).net is model
