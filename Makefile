@@ -7,7 +7,7 @@ PACKAGES := $(VENV)/packages/.installed
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 
-.PHONY: audit demo faults test test-slow test-portable lint docs browser clean help
+.PHONY: audit demo faults test test-slow test-portable lint docs dist browser clean help
 
 help:            ## this list
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -54,6 +54,15 @@ test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two
 
 faults: $(STAMP) ## inject every fault of docs/faults.md and write that page, about ten minutes
 	$(BIN)/python -m tests.faults
+
+dist:            ## wheel and sdist into dist/, and a smoke test of the wheel in an empty environment
+	rm -rf dist $(VENV)/dist
+	$(PYTHON) -m venv $(VENV)/dist/build
+	$(VENV)/dist/build/bin/python -m pip install --quiet build
+	$(VENV)/dist/build/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(VENV)/dist/empty
+	$(VENV)/dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd $(VENV)/dist && env -u PYTHONPATH empty/bin/python $(CURDIR)/scripts/smoke_test.py
 
 clean:           ## remove what make made
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache

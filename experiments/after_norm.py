@@ -24,6 +24,7 @@ from probe_loss import fixed_loss
 
 import scalelong
 from scalelong.data import load_source
+from scalelong.report.colours import PALETTE
 from scalelong.report.numbers import running_mean
 from scalelong.runs.reader import Run
 from scalelong.training import RunConfig, get_preset
@@ -35,7 +36,7 @@ VARIANTS: dict[str, tuple[str, Literal["before", "after_norm"]]] = {
     "cs before the norm": ("cs", "before"),
     "cs after the norm": ("cs", "after_norm"),
 }
-COLOURS = dict(zip(VARIANTS, ("#4e79a7", "#f28e2b", "#59a14f"), strict=True))
+COLOURS = {variant: light for variant, (light, _) in zip(VARIANTS, PALETTE[1:], strict=False)}
 MEASURES = ("final_loss", "test_loss", "oscillation_all_blocks", "gradient_oscillation", "gradient_norm_spread")
 
 

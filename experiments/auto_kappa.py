@@ -26,6 +26,7 @@ from ensemble import Course, Member, train_together
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
 from scalelong.data import load_source
+from scalelong.report.colours import colour
 from scalelong.training import RunConfig
 
 NAME = "auto-kappa"
@@ -208,12 +209,12 @@ def _draw_losses(axes: Any, losses: list[list[float]], warmed: list[list[float]]
         return [1000 * (value / level - 1) for value, level in zip(values, levels, strict=True)]
 
     for kappa, values in zip(GRID, losses, strict=True):
-        axes.plot([kappa] * len(values), shown(values), ".", color="#4e79a7", alpha=0.5, markersize=6)
+        axes.plot([kappa] * len(values), shown(values), ".", color=colour("cs"), alpha=0.5, markersize=6)
     axes.plot(
-        GRID, [mean(shown(values)) for values in losses], color="#4e79a7", linewidth=1.6, label="CS, mean of seeds"
+        GRID, [mean(shown(values)) for values in losses], color=colour("cs"), linewidth=1.6, label="CS, mean of seeds"
     )
     means = [mean(shown(values)) for values in warmed]
-    axes.plot(WARMED, means, "*", color="#e15759", markersize=11, label="coefficients from 1 to CS")
+    axes.plot(WARMED, means, "*", color=colour("ls"), markersize=11, label="coefficients from 1 to CS")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from scalelong.training.build import check_config
 
 Scale = Literal["cpu", "gpu"]
 METHODS = ("none", "rsqrt2", "cs:0.5", "ls")  # cs as the paper has it on CIFAR-10
-COLOURS = {"none": "#e15759", "rsqrt2": "#f28e2b", "cs": "#4e79a7", "ls": "#59a14f", "cs_reversed": "#b07aa1"}
 _NOT_IN_KEY = ("training.keep", "data.workers", "data.root", "training.wandb_project")
 
 
@@ -164,11 +163,6 @@ def setting(config: RunConfig) -> str:
 def label(run: Run) -> str:
     """The method's name in tables and pictures."""
     return run.label
-
-
-def colour(name: str) -> str:
-    """One colour for a method in every picture."""
-    return COLOURS[name.partition(" ")[0]]
 
 
 def block_oscillations(run: Run, what: str = "norm") -> dict[str, float]:

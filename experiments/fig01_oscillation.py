@@ -13,9 +13,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import tyro
-from common import Options, block_oscillations, by_method, colour, grid, measures, setting, trained
+from common import Options, block_oscillations, by_method, grid, measures, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 
+from scalelong.report.colours import colour
 from scalelong.runs.reader import Run
 
 NAME = "fig01-oscillation"

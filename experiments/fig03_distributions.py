@@ -18,20 +18,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
-from common import Options, colour, grid, setting, trained
+from common import Options, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from trained_models import robustness_curve
 
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
 from scalelong.diffusion import VPSDE, draw_time_and_noise
+from scalelong.report.colours import PALETTE, colour
 from scalelong.runs.reader import Run
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run
 
 NAME = "fig03-distributions"
 SAMPLES = 4096
-BARS = ("#4e79a7", "#f28e2b", "#59a14f")
+BARS = tuple(light for light, _ in PALETTE[1:4])
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from common import COLOURS, Options, grid, setting, trained
+from common import Options, grid, setting, trained
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from torch import Tensor
 from trained_models import fit_cs, learned_coefficients
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
+from scalelong.report.colours import colour
 from scalelong.runs.reader import Run
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.stability import Recommendation, recommend_kappa
@@ -126,12 +127,12 @@ def draw(learned: dict[int, Tensor], found: Recommendation, path: Path) -> None:
         index, means = range(1, count + 1), values.mean(0).tolist()
         fit = fit_cs(means)
         bounds = [constant_coefficients(count, kappa) for kappa in found.kappa_interval]
-        axes.fill_between(index, *bounds, color="#f28e2b", alpha=0.2, label="range of CS (Sec. 4.1)")
-        axes.plot(index, values.T, color=COLOURS["ls"], alpha=0.12, linewidth=0.8)
-        axes.plot(index, means, color=COLOURS["ls"], marker="o", markersize=4, label="LS, mean of 30 noises")
+        axes.fill_between(index, *bounds, color=colour("rsqrt2"), alpha=0.2, label="range of CS (Sec. 4.1)")
+        axes.plot(index, values.T, color=colour("ls"), alpha=0.12, linewidth=0.8)
+        axes.plot(index, means, color=colour("ls"), marker="o", markersize=4, label="LS, mean of 30 noises")
         share = f"R² = {fit.r_squared:.2f}" if fit.r_squared >= 0 else "R² below 0"
         name = f"nearest CS: κ = {fit.kappa:.2f}, {share}"
-        axes.plot(index, fit.curve(count), color=COLOURS["cs"], linestyle="--", label=name)
+        axes.plot(index, fit.curve(count), color=colour("cs"), linestyle="--", label=name)
         axes.set(ylim=(0, 1.05), xticks=list(index))
         dress(axes, f"seed {seed}", "skip i (1 = outermost)", "κ_i")
         axes.legend(frameon=False, fontsize=8)

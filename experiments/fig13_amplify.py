@@ -19,6 +19,7 @@ from common import Options, base_config, measures, setting, trained, varied
 from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
 from probe_loss import fixed_loss
 
+from scalelong.report.colours import PALETTE
 from scalelong.training import RunConfig
 
 NAME = "fig13-amplify"
@@ -90,7 +91,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         "Relative oscillation, mean of blocks": lambda r: r["oscillation_all_blocks"],
     }
     for axes, (title, value) in zip(panels, columns.items(), strict=True):
-        for batch, colour in zip(dict.fromkeys(row["batch"] for row in rows), ("#4e79a7", "#e15759"), strict=True):
+        batches = dict.fromkeys(row["batch"] for row in rows)
+        for batch, (colour, _) in zip(batches, PALETTE[1:3], strict=True):
             here = [row for row in rows if row["batch"] == batch]
             axes.plot([row["kappa"] for row in here], list(map(value, here)), ".", color=colour, alpha=0.5)
             means = [mean(value(row) for row in here if row["kappa"] == kappa) for kappa in KAPPAS]

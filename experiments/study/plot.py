@@ -16,11 +16,12 @@ from typing import Any
 import matplotlib
 from results import RESULTS, read_meta, read_rows
 
+from scalelong.report.colours import colour
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BASELINE = "none"
-COLOURS = {"none": "#e15759", "ls": "#59a14f", "cs": "#4e79a7", "universal": "#9c755f", "ls start=0.95": "#b6992d"}
 DASHES = ("--", "-", ":")  # by seed
 TRAINING = ("process", "optimizer", "ema", "data", "precision")  # what two protocols must share to be drawn together
 FIRST = 4000  # earlier steps are not drawn
@@ -84,7 +85,7 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         (panels[1, 0], "test_loss", "test loss of the EMA weights", 1),
     ):
         losses = curves(rows, column)
-        axes.axhline(0, color=COLOURS[BASELINE], linewidth=1.2, label=BASELINE)
+        axes.axhline(0, color=colour(BASELINE), linewidth=1.2, label=BASELINE)
         for (method, seed), curve in losses.items():
             if method != BASELINE and (BASELINE, seed) in losses:
                 both = (smoothed(c, width) for c in (curve, losses[BASELINE, seed]))
@@ -115,7 +116,7 @@ def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int, ma
     shown = {step: difference[step] for step in sorted(difference) if step >= FIRST}
     axes.plot(list(shown), list(shown.values()), **_style(method, seed))
     for at, _ in intervals_ahead(shown)[:1] if mark else []:
-        axes.plot(at, shown[at], "o", color=_colour(method), markersize=4)
+        axes.plot(at, shown[at], "o", color=colour(method), markersize=4)
         offset = (-8, -14) if seed % 2 else (3, 5)
         axes.annotate(f"{at // 1000}k", (at, shown[at]), xytext=offset, textcoords="offset points", fontsize=8)
 
@@ -123,7 +124,7 @@ def _draw_relative(axes: plt.Axes, difference: Curve, method: str, seed: int, ma
 def _style(method: str, seed: int) -> dict[str, Any]:
     """Colour by method, dashes by seed."""
     return {
-        "color": _colour(method),
+        "color": colour(method),
         "linestyle": DASHES[seed % len(DASHES)],
         "linewidth": 1.4,
         "label": f"{method}, seed {seed}",
@@ -186,10 +187,6 @@ def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
 
     wanted = trained(experiment or list(pieces)[-1])
     return [row for row in read_rows(results / "curves.csv") if trained(row["experiment"]) == wanted]
-
-
-def _colour(method: str) -> str:
-    return COLOURS.get(method) or COLOURS.get(method.partition(" ")[0], "#b07aa1")
 
 
 def main() -> None:

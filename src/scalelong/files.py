@@ -185,6 +185,8 @@ def check_manifest(folder: Path) -> bool:
 
 def fsync(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk."""
+    if os.name == "nt":
+        return  # Windows syncs neither folders nor files that are open for reading
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import scalelong
-from scalelong.cli.main import VERBS, main
+from scalelong.cli.main import VERBS, as_flags, main
 from scalelong.runs.settings import differences
 from scalelong.training import from_yaml, load_run, to_yaml
 from tests.training.tiny import tiny
@@ -65,6 +65,15 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
         (["sample", "nowhere"], "nowhere: is not a run folder"),
         (["evaluate", "nowhere"], "nowhere: is not a run folder"),
         (["data", "check", "cifar-10"], "did you mean 'cifar10'?"),
+        (["data", "fetsh", "cifar10"], "data: unknown 'fetsh'; did you mean 'fetch'?"),
+        (["train", "digits-demo", "--method", "css"], "scaling.method: unknown 'css'; did you mean 'cs'?"),
+        (["train", "digits-demo", "--kappa=1.7"], "got 1.7; pass --scaling.allow-amplify to use it as a control"),
+        (["inspect", "digits-demo", "--method", "cs", "--kappa", "2"], "pass --allow-amplify to use it"),
+        (["train", "digits-demo", "--dry-run", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
+        (
+            ["train", "digits-demo", "--dry-run", "--data", "hf:x"],
+            "its size is not known; set --data.image-size",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message, capsys, tmp_path, monkeypatch) -> None:
@@ -94,13 +103,48 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(places, tmp_path, 
     assert "time" in printed
 
 
+def test_short_flags_are_those_of_other_verbs(capsys) -> None:
+    flags = ["--method", "ls", "--steps=7", "--seed", "3", "--dry-run"]
+    assert main(["train", "digits-demo", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {line}\n" in printed for line in ("method: ls", "steps: 7", "seed: 3"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "told"),
+    [
+        ("cifar10-unet", "cifar10: not there yet; expected are images of 3 x 32 x 32"),
+        ("emoji32-text", r"emoji32: [\d,]+ images of 3 x 32 x 32"),
+    ],
+)
+def test_a_dry_run_fetches_nothing_and_gives_times(preset: str, told: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SCALELONG_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    small = ["--model.channels", "32", "32", "--model.dim", "32", "--model.depth", "4", "--training.batch-size", "2"]
+    assert main(["train", preset, *small, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(told, printed)
+    assert re.search(r"time +about .* a step, .*(s|min|h) in all on this", printed)
+    assert not list(tmp_path.iterdir()), "something was fetched or written"
+
+
+def test_remedies_name_flags() -> None:
+    told = "data.image_size: must be square; set data.image_size or training.batch_size, not mydata.size"
+    assert as_flags(told, "train").endswith("; set --data.image-size or --training.batch-size, not mydata.size")
+    assert as_flags(told, "kappa").endswith("; set --image-size or --batch-size, not mydata.size")
+    assert as_flags("scaling.axis: built for 3; pass axis='channels'", "train").endswith(
+        "; pass --scaling.axis channels"
+    )
+    assert as_flags("training.steps: must be at least 1", "train") == "training.steps: must be at least 1"
+
+
 def test_a_file_of_settings_stands_alone(run, tmp_path, monkeypatch, capsys) -> None:
     """A run's own settings train it once more, without a preset."""
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--config", str(run / "config.yaml"), "--training.seed", "1"]) == 0
     assert "trained at step" in capsys.readouterr().out
     (again,) = (tmp_path / "runs").iterdir()
-    assert again.name == f"config-{from_yaml(run / 'config.yaml').scaling.method}-seed1"
+    assert again.name == f"digits-uvit-{from_yaml(run / 'config.yaml').scaling.method}-seed1"
     changed = differences(from_yaml(run / "config.yaml"), from_yaml(again / "config.yaml"))
     assert changed == {"training.seed": (0, 1)}
 
@@ -245,7 +289,7 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
         "README.md", "config.yaml", "model.safetensors", "scalelong.json",
     ]  # fmt: skip
     card = (out / "README.md").read_text()
-    assert "- **Data**: `digits`" in card
+    assert "- **Data**: digits" in card
     assert "ls (shared = True" in card
     assert "4 steps at batch 8, seed 0" in card
     assert "FD(random-conv-64-seed0) = " in card

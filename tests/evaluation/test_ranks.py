@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ import torch.multiprocessing as mp
 from scalelong.evaluation import FeatureStatistics, RandomConvFeatures, evaluate_images
 from scalelong.evaluation.evaluate import Result
 from scalelong.evaluation.statistics import all_parts
+from scalelong.training import train
+from tests.training.tiny import tiny
 
 from .test_extractors import images
 
@@ -53,3 +59,22 @@ def test_ranks_get_the_result_of_the_whole(tmp_path: Path) -> None:
         assert found["value"] == pytest.approx(whole["value"], rel=1e-9)
         assert found["kid"][0] == pytest.approx(whole["kid"][0], rel=1e-5)
         assert found["n"] == whole["n"] == 45
+
+
+@pytest.mark.slow
+def test_the_command_shares_the_work_and_records_once(tmp_path: Path) -> None:
+    run = train(tiny(training_steps=2), tmp_path / "run")
+    command = ["-m", "scalelong.cli.main", "evaluate", str(run), "--extractor", "random-conv", "--num-samples", "65"]
+    environment = os.environ | {"SCALELONG_DATA": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    for launcher in (["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"], []):
+        made = subprocess.run(
+            [sys.executable, *launcher, *command, "--kid"], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert made.returncode == 0, made.stderr
+        assert made.stdout.count("KID = ") == 1
+        shutil.rmtree(tmp_path / "cache")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    shared, alone = [record for record in records if record["kind"] == "evaluation"]
+    assert shared["n"] == alone["n"] == 65
+    assert shared["value"] == pytest.approx(alone["value"], rel=1e-4)
+    assert shared["kid"] == pytest.approx(alone["kid"], rel=1e-4)

@@ -2,12 +2,13 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from scalelong.lab import STUDIES, Study, as_text, draw, markdown_table, run_study, write
+from scalelong.lab import STUDIES, Study, as_text, draw, judge, markdown_table, run_study, verdicts, write
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,14 @@ def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study])
         assert study.findings
         for finding in study.findings:
             assert finding.verdict.startswith(("holds", "fails as printed: ")), finding
+
+
+def test_there_is_a_verdict_for_each_lemma_and_theorem(studies: list[Study]) -> None:
+    lines = verdicts(studies).splitlines()
+    assert [line[:11].strip() for line in lines] == ["Lemma 3.2", "Theorem 3.1", "Theorem 3.3", "Theorem 3.4"]
+    assert lines[0][13:] == "holds with corrections (2 of 4 findings hold, 2 fail as printed)"
+    wrong = [replace(study, findings=(judge("a", "b", "c", supported=False), *study.findings)) for study in studies]
+    assert all("contradicted by a measurement" in line for line in verdicts(wrong).splitlines())
 
 
 def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from scipy import stats
 
 from scalelong.report.numbers import (
     Estimate,
+    centred_mean,
     count,
     difference,
     duration,
@@ -22,6 +23,17 @@ from scalelong.report.numbers import (
     times,
     with_sd,
 )
+
+
+@given(st.integers(1, 40), st.floats(-5, 5), st.integers(1, 30))
+def test_smoothing_does_not_shift_a_slope(count: int, slope: float, window: int) -> None:
+    steps = [10 * i for i in range(count)]
+    values = [slope * step + 1 for step in steps]
+    assert centred_mean(steps, values, window) == pytest.approx(values)
+
+
+def test_smoothing_averages_around_each_step() -> None:
+    assert centred_mean([1, 2, 3, 4, 5], [0.0, 0.0, 3.0, 0.0, 0.0], window=2) == pytest.approx([0, 1, 1, 1, 0])
 
 
 def test_estimate_is_the_mean_and_the_sample_sd() -> None:

@@ -1,5 +1,6 @@
 """The sentences change with the data, and are right about it."""
 
+import re
 from pathlib import Path
 
 from scalelong.report import Comparison, compare_runs, read_runs, sentences
@@ -37,11 +38,11 @@ def test_no_change_is_reported_as_none(tmp_path: Path) -> None:
     assert "leaves the oscillation of the middle block as it is" in finding(tmp_path)
 
 
-def test_equal_losses_are_equal_within_noise(tmp_path: Path) -> None:
+def test_losses_that_are_not_clearly_different_are_given_with_the_test(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=NOISE)
     write_run(tmp_path / "b", "cs", losses=[v + (0.01 if i % 2 else -0.01) for i, v in enumerate(NOISE)])
-    assert "final loss equal within noise (difference" in finding(tmp_path)
-    assert "standard error" in finding(tmp_path)
+    assert "final loss not clearly different (difference" in finding(tmp_path)
+    assert re.search(r"standard error [\d.]+, 95% interval −[\d.]+ to [\d.]+, paired t-test", finding(tmp_path))
 
 
 def test_a_clear_difference_of_losses_is_named_with_its_direction(tmp_path: Path) -> None:
@@ -56,7 +57,10 @@ def test_several_seeds_within_their_spread_are_no_change(tmp_path: Path) -> None
         write_run(tmp_path / f"n{seed}", "none", seed, norms=none)
         write_run(tmp_path / f"c{seed}", "cs", seed, norms=cs)
     assert "cs 0.7 shows no clear change of the oscillation" in finding(tmp_path)
-    assert sentences.headline(compare(tmp_path)).startswith("The oscillation of the middle block is equal within noise")
+    assert "within the spread" not in finding(tmp_path), "a change may be far beyond the ± beside it"
+    assert re.search(r"difference not clear of 0 \(95% interval −[\d.]+ to [\d.]+, paired t-test\)", finding(tmp_path))
+    told = "No method is clearly apart in oscillation of the middle block; the lowest mean is"
+    assert sentences.headline(compare(tmp_path)).startswith(told)
     assert "Mean ± sd over 3 seeds" in sentences.seeds(compare(tmp_path))
 
 
@@ -92,7 +96,7 @@ def test_the_headline_ranks_and_calls_a_tie_a_tie(tmp_path: Path) -> None:
     write_run(tmp_path / "b", "cs", losses=NOISE, norms=STEADY)
     headline = sentences.headline(compare(tmp_path))
     assert headline.startswith("cs 0.7 has the lowest oscillation of the middle block (0.0952), before none (0.400)")
-    assert "the final loss is equal within noise, 0.3180 at its lowest" in headline
+    assert "no method is clearly apart in final loss; the lowest mean is 0.3180" in headline
     write_run(tmp_path / "c", "ls", losses=[v - 0.1 for v in NOISE])
     assert "ls has the lowest final loss (0.2180), before" in sentences.headline(compare(tmp_path))
 

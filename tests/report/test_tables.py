@@ -19,14 +19,14 @@ def test_measures_are_mean_and_sd_and_unknown_columns_are_left_out(tmp_path: Pat
     head, none, cs = measures_table(two_methods(tmp_path))
     assert head == [
         "method",
-        "seeds",
+        "trained with",
         "final loss",
         "gradient-norm spread",
         "images/s",
         "training time",
         "FID of 10,000 images",
     ]
-    assert none == ["none", "0, 1", "0.4500 ± 0.0707", "0 ± 0", "100 ± 0", "2.00 ± 0.00 s", "30.50 ± 0.71"]
+    assert none == ["none", "2 seeds (0, 1)", "0.4500 ± 0.0707", "0 ± 0", "100 ± 0", "2.00 ± 0.00 s", "30.50 ± 0.71"]
     assert cs[-1] == "–"
 
 

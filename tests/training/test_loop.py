@@ -269,3 +269,10 @@ def test_edm_and_ddpm_train_too(tmp_path) -> None:
     for process in ("edm", "ddpm", "cosine"):
         config: RunConfig = dataclasses.replace(tiny(training_steps=3, diffusion_process=process))
         assert len(losses(train(config, tmp_path / process))) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_one_process_of_accelerate_on_a_cpu_is_told_how_to_get_more(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")  # as `accelerate launch --num_processes 2` does
+    Trainer(tiny(), tmp_path / "a")
+    assert "for N ranks use torchrun --nproc-per-node N" in caplog.text

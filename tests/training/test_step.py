@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scalelong.training.step import EMA, learning_rate, resolve_precision, sample_indices
+from scalelong.training.build import build_model, build_objective
+from scalelong.training.step import EMA, Stepper, learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
 
 
@@ -63,3 +64,9 @@ def test_the_average_of_a_network_that_normalizes_its_weights_in_training_is_not
     before = ema.model.weight.clone()
     ema.model(torch.randn(1, 3))
     assert torch.equal(ema.model.weight, before)
+
+
+def test_a_cpu_does_not_compile() -> None:
+    config = tiny(training_compile="default")
+    model = build_model(config, (1, 8, 8))
+    assert Stepper(config, model, build_objective(config), torch.device("cpu")).net is model

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
+from tyro.extras import subcommand_cli_from_dict
 
+from scalelong.errors import unknown_name
 from scalelong.runs.reader import read_config
 from scalelong.runs.settings import SamplingSettings
 
@@ -34,3 +36,10 @@ def parse_over_run(command: type[Any], arguments: list[str], **options: Any) -> 
         values["steps"] = 0  # the run's number of steps is for the run's sampler
     default = dataclasses.replace(first, sampling=SamplingFlags(**values))
     return tyro.cli(command, args=arguments, default=default, **options)
+
+
+def parse_subcommand(commands: dict[str, Any], arguments: list[str], verb: str, description: str | None) -> Any:
+    """One of several commands of a verb, such as `scalelong data fetch`."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        raise unknown_name(verb, arguments[0], commands)
+    return subcommand_cli_from_dict(commands, args=arguments, prog=f"scalelong {verb}", description=description)

@@ -6,12 +6,12 @@ Example: scalelong autoencoder train emoji32 --out runs/emoji-autoencoder --step
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
-from tyro.extras import subcommand_cli_from_dict
 
+from scalelong.cli.arguments import parse_subcommand
 from scalelong.cli.data import DataFlags
 from scalelong.training.autoencoder import GRID, AutoencoderSettings, train_autoencoder
 
@@ -27,8 +27,7 @@ class Train(DataFlags):
 
 def main(arguments: list[str]) -> None:
     """Train one."""
-    train: Any = {"train": Train}
-    flags = subcommand_cli_from_dict(train, args=arguments, prog="scalelong autoencoder", description=__doc__)
+    flags = parse_subcommand({"train": Train}, arguments, "autoencoder", __doc__)
     trained = train_autoencoder(flags.load(), flags.out, flags.settings, flags.device)
     print(f"{trained.parameters:,} parameters, scaling factor {trained.scale:.4f}: {trained.folder}")
     print(f"PSNR {trained.psnr:.2f} dB over {trained.count} images, see {trained.folder / GRID}")

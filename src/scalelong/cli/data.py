@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tyro.extras import subcommand_cli_from_dict
 
 from scalelong.backbones.autoencoder import load_autoencoder
-from scalelong.cli.arguments import DataName
+from scalelong.cli.arguments import DataName, parse_subcommand
 from scalelong.data import Source, check, load_source
 from scalelong.data.base import SOURCES
 from scalelong.data.download import fetch
@@ -107,5 +106,4 @@ class List:
 def main(arguments: list[str]) -> None:
     """Run one of fetch, check, encode, encode-text, list."""
     verbs: Any = {"fetch": Fetch, "check": Check, "encode": Encode, "encode-text": EncodeText, "list": List}
-    run: Any = subcommand_cli_from_dict(verbs, args=arguments, prog="scalelong data", description=__doc__)
-    run()
+    parse_subcommand(verbs, arguments, "data", __doc__)()

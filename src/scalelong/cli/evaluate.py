@@ -1,5 +1,7 @@
 """Measure the FID of a trained run against its own data, into its metrics.jsonl; the sampler defaults to the run's own.
 
+Under torchrun the ranks share the work.
+
 Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --seeds 0 1 2
 
 Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --weights model --precision bf16 --kid
@@ -16,10 +18,12 @@ from typing import Annotated
 
 import torch
 import tyro
+from accelerate import PartialState
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
 from scalelong.evaluation.evaluate import Evaluation, load_condition, load_training_data, reference_features
+from scalelong.progress import hide
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
 
@@ -44,19 +48,24 @@ def main(arguments: list[str]) -> None:
     if command.weights not in ("ema", "model") and Path(command.weights).is_file():
         logging.warning("--weights FILE is called --inception now; --weights is ema or model")
         command = replace(command, inception=command.weights, weights="ema")
-    run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
-    extractor = get_extractor(command.extractor, command.device, command.inception)
+    ranks = PartialState(cpu=not command.device.startswith("cuda") or not torch.cuda.is_available())
+    if not ranks.is_main_process:
+        hide()
+    device = str(ranks.device) if ranks.num_processes > 1 else command.device
+    run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=device)
+    extractor = get_extractor(command.extractor, device, command.inception)
     source, root = load_training_data(run), run.config.data.root
     reference, condition = reference_statistics(source, extractor, root=root), load_condition(run, source)
     features = reference_features(source, extractor, root) if command.kid else None
     measure = functools.partial(evaluate_run, run, extractor, reference, command.sampling, kid_reference=features)
     values = []
     for seed in command.seeds:
-        evaluation = measure(seed, condition=condition)
-        append_event(run.folder, run.step, "evaluation", evaluation.record())
+        evaluation = measure(seed, condition=condition, rank=ranks.process_index, world_size=ranks.num_processes)
         values.append(evaluation.result.value)
-        print(_line(run.step, evaluation))
-    if len(values) > 1:
+        if ranks.is_main_process:
+            append_event(run.folder, run.step, "evaluation", evaluation.record())
+            print(_line(run.step, evaluation), flush=True)
+    if len(values) > 1 and ranks.is_main_process:
         spread = f"mean {statistics.mean(values):.3f}  sd {statistics.stdev(values):.3f}  minimum {min(values):.3f}"
         print(f"{evaluation.result.metric} over {len(values)} seeds: {spread}")
 

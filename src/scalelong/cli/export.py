@@ -17,6 +17,8 @@ class Export:
     Example: scalelong export runs/demo/cs --out exported/digits-cs
 
     Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-pipeline
+
+    Example: scalelong export runs/demo/cs --out exported/digits-cs --push-to-hub me/digits-cs --private
     """
 
     run: RunFolder  # the run's folder
@@ -24,22 +26,36 @@ class Export:
     out: str = ""  # default: RUN/export, or RUN/pipeline
     weights: str = "ema"  # ema or model
     checkpoint: int | None = None  # the step of the checkpoint; default: the newest
-    sampler: str = ""  # the pipeline's: ddim, ddpm, dpm++2m, dpm++3m or heun; default: the run's, or dpm++2m
+    sampler: str = ""  # the pipeline's; default: the run's
+    plain: bool = (
+        False  # a pipeline of diffusers alone, without code, whose scheduler rounds times; unconditional UNets
+    )
+    push_to_hub: str = ""  # also upload the folder to this repository (USER/NAME) of the Hugging Face hub
+    private: bool = False  # with --push-to-hub: create the repository as a private one
 
 
 def main(arguments: list[str]) -> None:
     """Export and print where to and how to load it."""
     command = tyro.cli(Export, args=arguments, prog="scalelong export")
     from scalelong.pipelines import export_pipeline, export_weights
+    from scalelong.pipelines.hub import check_repository, push_to_hub
     from scalelong.training import load_run
 
-    if command.sampler and command.format != "diffusers":
-        raise ValueError(f"sampler: weights have none, got {command.sampler!r}; omit it or use --format diffusers")
+    if (command.sampler or command.plain) and command.format != "diffusers":
+        what = f"sampler: weights have none, got {command.sampler!r}" if command.sampler else "plain: is for pipelines"
+        raise ValueError(f"{what}; omit it or use --format diffusers")
+    if command.push_to_hub:
+        check_repository(command.push_to_hub)
     run = load_run(command.run, weights=command.weights, step=command.checkpoint)
     if command.format == "scalelong":
-        print(f"step {run.step} ({run.weights}): {export_weights(run, command.out or run.folder / 'export')}")
-        return
-    exported = export_pipeline(run, command.out or run.folder / "pipeline", command.sampler)
-    print(f"step {run.step} ({run.weights}): {exported.folder}; load it with\n\n{exported.loading()}\n")
-    if exported.needs_us:
-        print(f"Loading requires scalelong, since the scaling is not in the weights ({exported.needs_us})")
+        folder = export_weights(run, command.out or run.folder / "export")
+        print(f"step {run.step} ({run.weights}): {folder}")
+    else:
+        exported = export_pipeline(run, command.out or run.folder / "pipeline", command.sampler, plain=command.plain)
+        folder = exported.folder
+        print(f"step {run.step} ({run.weights}), sampled by {exported.sampler}: {folder}; load it with")
+        print(f"\n{exported.loading()}\n")
+        if exported.needs_us:
+            print(f"Loading requires scalelong, since the scaling is not in the weights ({exported.needs_us})")
+    if command.push_to_hub:
+        print(f"uploaded to {push_to_hub(folder, command.push_to_hub, private=command.private)}")

@@ -32,6 +32,7 @@ class Inspect:
     model: ModelName  # see above
     method: str = ""  # scale with this method first; default: the model as it is
     kappa: float | None = None  # of that method, if it has one
+    allow_amplify: bool = False  # allow kappa > 1, as a control
     placement: Literal["before", "after_norm"] = "before"
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     out: str = ""  # also write a picture: u.png, u.svg or u.pdf
@@ -57,6 +58,8 @@ def _u_shape(opened: Opened, command: Inspect) -> UShape:
     shapes = skip_shapes(model, skips, opened.full) if opened.full is not None else [None] * len(skips)
     if command.method:
         options: dict[str, Any] = {} if command.kappa is None else {"kappa": command.kappa}
+        if options and command.allow_amplify:
+            options["allow_amplify"] = True
         if options and command.method in METHODS and "kappa" not in METHODS[command.method].defaults:
             raise ValueError(f"kappa: {command.method!r} has none; leave it out")
         handle = scalelong.apply(model, command.method, example=opened.example, placement=command.placement, **options)

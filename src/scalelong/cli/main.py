@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from scalelong import __version__
 from scalelong.errors import StoppedError, one_line, unknown_name
+from scalelong.progress import LogHandler
 
 VERBS = {
     "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
@@ -28,6 +30,10 @@ VERBS = {
     "doctor": "report what this machine and this installation can do",
 }
 
+_PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
+_SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?:=(?:True\b|'?(\w*)'?))?")
+_ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
+
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
 USAGE = f"usage: scalelong VERB [options]\n\n{_LIST}\n\nscalelong VERB --help lists the options of a verb."
 
@@ -45,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
@@ -63,9 +69,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("SCALELONG_DEBUG"):
             raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {as_flags(one_line(error), verb)}", file=sys.stderr)
         return 1
     return 0
+
+
+def as_flags(message: str, verb: str) -> str:
+    """An error whose remedy, the part behind the last semicolon, names flags of this verb instead of settings."""
+    head, semicolon, remedy = message.rpartition("; ")
+
+    def flag(found: re.Match[str]) -> str:
+        part, name, value = found.groups()
+        if not part and (name not in _ARGUMENTS or "=" not in found[0]):
+            return found[0]
+        part = (part or _ARGUMENTS[name]) if verb == "train" else ""
+        return f"--{part}{name.replace('_', '-')}" + (f" {value}" if value else "")
+
+    return head + semicolon + _SETTING.sub(flag, remedy) if semicolon else message
 
 
 if __name__ == "__main__":

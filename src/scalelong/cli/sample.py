@@ -31,7 +31,7 @@ class Sample:
     run: RunFolder  # the run's folder
     seed: int = 0
     first: int = 0  # number of the first image
-    classes: str = ""  # sample these in turn: numbers or names, separated by commas; default: every class
+    classes: str = ""  # sample these in turn: numbers, names or null, separated by commas; default: every class
     prompt: tuple[str, ...] = ()  # sample these texts in turn; "" is the null condition; default: captions of the data
     encoder: str = ""  # path of the text encoder; default: the run's own
     weights: str = "ema"  # ema (averaged) or model (as trained)

@@ -24,12 +24,13 @@ class Theory:
 def main(arguments: list[str]) -> None:
     """Verify, print, plot."""
     command = tyro.cli(Theory, args=arguments, prog="scalelong theory")
-    from scalelong.lab import as_text, draw, verify_theory, write
+    from scalelong.lab import as_text, draw, verdicts, verify_theory, write
 
     out, started = Path(command.out), time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     studies = verify_theory(command.quick, command.seed)
     files = write(studies, out)
+    print(verdicts(studies), end="\n\n")
     print(as_text([finding for study in studies for finding in study.findings]))
     for study in studies:
         print(f"picture  {draw(study, out)}")

@@ -1,6 +1,6 @@
 """Train a preset on real data; run the same command again to resume.
 
-Example: scalelong train digits-demo --scaling.method ls --training.steps 200 --out runs/digits-ls
+Example: scalelong train digits-demo --method ls --steps 200 --out runs/digits-ls
 
 Example: scalelong train cifar10-uvit-s2 --evaluate-every 50000 --sampling.precision bf16 --probe-every 50
 """
@@ -8,23 +8,30 @@ Example: scalelong train cifar10-uvit-s2 --evaluate-every 50000 --sampling.preci
 from __future__ import annotations
 
 import os
-import timeit
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from scalelong.cli.arguments import PresetName
 from scalelong.errors import StoppedError, require
 from scalelong.failpoints import protected
+from scalelong.runs import CONFIG
 from scalelong.runs.claim import check_folder
-from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
-from scalelong.runs.settings import Conditioning, RunConfig, from_yaml, to_yaml
+from scalelong.runs.presets import PRESETS, get_preset
+from scalelong.runs.settings import RunConfig, from_yaml
 
-if TYPE_CHECKING:  # torch takes seconds to import: not before the folder is checked
-    from scalelong.data import Source
-    from scalelong.training.condition import Condition
+SHORT = {  # names that flags have in other verbs
+    "--method": "--scaling.method",
+    "--kappa": "--scaling.kappa",
+    "--data": "--data.name",
+    "--image-size": "--data.image-size",
+    "--steps": "--training.steps",
+    "--seed": "--training.seed",
+    "--evaluate-precision": "--sampling.precision",
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Train:
     preset: PresetName  # one of those above; optional with --config
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
     config: str = ""  # a YAML file (such as a run's config.yaml) whose settings override the preset's
-    dry_run: bool = False  # print the settings, parameters, memory and time, and train nothing
+    dry_run: bool = False  # print settings, parameters, memory and time; fetches nothing and trains nothing
     probe_every: int = 0  # steps between records of the blocks' feature and gradient norms; 0: never
     evaluate_every: int = 0  # steps between FID evaluations; 0: never
     evaluate_samples: int = 10_000  # images per evaluation
@@ -42,12 +49,13 @@ class Train:
 
 def parse(arguments: list[str]) -> Train:
     """The preset, then the YAML file, then the flags: later ones win."""
-    about = f"{__doc__}\nPresets: {', '.join(PRESETS)}"
+    short = ", ".join(f"{short} for {flag}" for short, flag in SHORT.items() if short != "--evaluate-precision")
+    about = f"{__doc__}\nShort: {short}\n\nPresets: {', '.join(PRESETS)}"
 
     def parsed(given: list[str], default: Train) -> Train:
         return tyro.cli(Train, args=given, default=default, prog="scalelong train", description=about)
 
-    arguments = [argument.replace("--evaluate-precision", "--sampling.precision") for argument in arguments]
+    arguments = [_long(argument) for argument in arguments]
     asked = [argument for argument in arguments if argument not in ("-h", "--help")]
     first = parsed(asked, Train(preset="", settings=RunConfig()))  # finds preset and file in any order
     if not first.preset and not first.config and asked == arguments:
@@ -55,7 +63,22 @@ def parse(arguments: list[str]) -> Train:
     settings = get_preset(first.preset) if first.preset else RunConfig()
     if first.config:
         settings = from_yaml(first.config, settings)
-    return parsed(arguments, Train(preset=first.preset or Path(first.config).stem, settings=settings))
+    return parsed(arguments, Train(preset=first.preset, settings=settings))
+
+
+def _long(argument: str) -> str:
+    """The flags of other verbs, such as --method, as those of `train`."""
+    flag, equals, value = argument.partition("=")
+    return f"{SHORT.get(flag, flag)}{equals}{value}"
+
+
+def run_name(command: Train) -> str:
+    """PRESET-METHOD-seedN; without a preset, the name of the file, or of data and model for a run's config.yaml."""
+    settings, file = command.settings, Path(command.config)
+    name = command.preset or file.stem
+    if not command.preset and file.name == CONFIG:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{settings.data.name}-{settings.model.backbone}")
+    return f"{name}-{settings.scaling.method}-seed{settings.training.seed}"
 
 
 def main(arguments: list[str]) -> None:
@@ -63,10 +86,11 @@ def main(arguments: list[str]) -> None:
     settings = command.settings
     for name, every in (("probe-every", command.probe_every), ("evaluate-every", command.evaluate_every)):
         require(every >= 0, name, "a number of steps, or 0 for never", every)
-    name = f"{command.preset}-{settings.scaling.method}-seed{settings.training.seed}"
-    folder = Path(command.out or f"runs/{name}")
+    folder = Path(command.out or f"runs/{run_name(command)}")
     if not command.dry_run and os.environ.get("RANK", "0") == "0" and protected("folder.early"):
         check_folder(folder, settings)
+    # torch takes seconds to import: not before the folder is checked
+    from scalelong.cli.estimate import print_estimate
     from scalelong.evaluation import get_extractor
     from scalelong.evaluation.evaluate import EvaluationObserver, check_count
     from scalelong.evaluation.extractors import check_extractor
@@ -91,63 +115,3 @@ def main(arguments: list[str]) -> None:
         raise StoppedError(f"stopped at step {trainer.step}: {folder}; the same command continues" if is_main else "")
     if is_main:
         print(f"trained at step {trainer.step}: {folder}")
-
-
-def print_estimate(config: RunConfig) -> None:
-    """Print the settings, parameters, memory and time; without the data, for the shape that the preset expects."""
-    import torch
-
-    from scalelong.data import DataError
-    from scalelong.training.build import build_model, build_source, check_config
-    from scalelong.training.condition import make_condition
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(to_yaml(check_config(config, on_gpu=device.type == "cuda")))
-    source: Source | None = None
-    try:
-        source = build_source(config)
-        condition = make_condition(config, source, device)
-        shape, conditioning = source.shape, condition.conditioning
-        print(f"data        {source.name}: {len(source):,} images of {' x '.join(map(str, shape))}")
-    except (DataError, OSError) as error:
-        if config.data.name not in EXPECTED:
-            raise
-        source, (shape, known) = None, EXPECTED[config.data.name]
-        known = replace(known, null_class=known.num_classes > 0 and config.condition.drop > 0)
-        conditioning = Conditioning() if config.condition.kind == "none" else known
-        print(f"data        not there yet: {error}")
-        print(f"            computed for {' x '.join(map(str, shape))}, as this preset expects it")
-    with torch.device("meta"):
-        model = build_model(config, shape, conditioning)
-    parameters = sum(p.numel() for p in model.parameters())
-    gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
-    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
-    print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
-    if source is not None:
-        _print_time(config, source, condition)
-
-
-def _print_time(config: RunConfig, source: Source, condition: Condition) -> None:
-    import torch
-
-    from scalelong.data import make_loader
-    from scalelong.training.build import build_model, build_objective
-    from scalelong.training.step import Stepper
-
-    device, size = condition.device, min(4, config.training.batch_size)
-    small = replace(config, training=replace(config.training, batch_size=size, accumulate=1, compile="off"))
-    model = build_model(config, source.shape, condition.conditioning).to(device)
-    stepper = Stepper(small, model, build_objective(config), device, condition=condition)
-    loader = make_loader(source, 0, device, flip=config.data.flip, workers=0)
-
-    def step() -> None:
-        pending = stepper.compute(1, loader.batches([torch.arange(size)]))
-        stepper.update(pending)
-        pending.read()
-        stepper.clear()
-
-    seconds = min(timeit.repeat(step, number=1, repeat=3)) * config.training.batch_size / size
-    if device.type == "cuda":
-        print(f"            {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB was the peak at batch {size}")
-    hours = f"{seconds * config.training.steps / 3600:.3g} h in all on this {device.type}"
-    print(f"time        about {seconds:.3g} s a step, {hours} (scaled up from batch {size}, not compiled)")

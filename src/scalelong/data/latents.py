@@ -25,7 +25,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data.base import DataError, Device, Request, Source, load_source, reading, register, threaded, to_float
@@ -34,6 +33,7 @@ from scalelong.data.images import gather_rows
 from scalelong.errors import require_number
 from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, inside, open_inside, write_text
+from scalelong.progress import Progress
 from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
@@ -316,7 +316,7 @@ def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mappin
     notes = {"labels": labels, "class_names": list(source.class_names), "captions": source.captions}
     write_text(folder / ANNOTATIONS, json.dumps({**notes, "caption_counts": counts}))
     size, shards = plan["per_shard"], []
-    with tqdm(total=len(source), unit="img", desc=f"encode {source.name}", disable=None) as bar:
+    with Progress(total=len(source), unit="img", desc=f"encode {source.name}") as bar:
         for number, start in enumerate(range(0, len(source), size)):
             path, items = folder / f"shard-{number:05d}.safetensors", range(start, min(start + size, len(source)))
             note = path.with_suffix(".json")  # exists if an earlier process finished this shard

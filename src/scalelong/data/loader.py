@@ -17,11 +17,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, Device, Source, threaded
 from scalelong.data.workers import PREFETCH, Worker
 from scalelong.failpoints import protected
+from scalelong.progress import Progress
 from scalelong.random import random_bits, uniform
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ def load_images(source: Source) -> Tensor:
     shape, dtype = source.stored
     images = torch.empty((len(source), *shape), dtype=dtype)
     found = threaded(source.read, range(len(source)))
-    for item, image in enumerate(tqdm(found, total=len(source), desc=source.name, disable=None)):
+    for item, image in enumerate(Progress(found, total=len(source), desc=source.name, unit="img")):
         images[item] = image
     return images
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, Device, Root, reading
 from scalelong.data.download import DOWNLOADS, Download, Expected, Mirror, cache_dir, copy_members, fetch
 from scalelong.files import atomic_write, file_digest
+from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class TextEncoder:
     @torch.no_grad()
     def batches(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[Tensor]:
         """The same in parts, for more captions than memory holds."""
-        for start in tqdm(range(0, len(texts), batch_size), desc=f"encode with {self.name}", disable=None):
+        for start in Progress(range(0, len(texts), batch_size), desc=f"encode with {self.name}", unit="batch"):
             padded = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
             part = list(texts[start : start + batch_size])
             tokens = self.tokenizer(part, return_tensors="pt", **padded).to(self.device)

@@ -24,13 +24,13 @@ from typing import IO, Any
 import numpy as np
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
 from scalelong.failpoints import protected
 from scalelong.files import write_text
+from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class WebDatasetSource(PictureSource):
         self._versions = [shard.stat().st_mtime_ns for shard in self.shards]
         columns: dict[str, list[Any]] = {name: [] for name in ("key", "offset", "size", "label", "caption")}
         self._starts = [0]
-        for shard in tqdm(self.shards, desc="index", unit="shard", disable=None):
+        for shard in Progress(self.shards, desc="index", unit="shard"):
             samples = shard_index(shard, cache_dir(request.root) / "webdataset")
             for name, values in columns.items():
                 values += [sample[name] for sample in samples]
@@ -78,9 +78,9 @@ class WebDatasetSource(PictureSource):
     def _content(self, item: int) -> bytes:
         home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
         with reading(f"{self.where(item)}: cannot be read", "get the shard again"):
-            file = _opened(self.shards[home], os.getpid()).fileno()
-            content = os.pread(file, size, start)  # not mapped: a file cut short would end the process
-            changed = os.fstat(file).st_mtime_ns != self._versions[home]
+            file = _opened(self.shards[home], os.getpid())  # held here: another thread may drop it from the cache
+            content = os.pread(file.fileno(), size, start)  # not mapped: a file cut short would end the process
+            changed = os.fstat(file.fileno()).st_mtime_ns != self._versions[home]
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
         if changed:

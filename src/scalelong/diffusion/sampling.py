@@ -159,6 +159,7 @@ def sample(
     settings: SamplingSettings | None = None,
     *,
     null: Mapping[str, Tensor] | None = None,  # the null condition of one sample (1, ...), for guidance
+    step_noise: Callable[[int], Tensor] | None = None,  # (step) -> N(0, 1); default: drawn by seed and index
     spacing: str = "",  # of the times; default: "snr" for DPM-Solver++ and Heun, else the process's own
     **condition: Any,
 ) -> Tensor:
@@ -177,7 +178,7 @@ def sample(
     if not isinstance(start, Tensor):
         seed, index, shape = start
         x = normal(seed, "sample/start", index, shape)
-    elif sampler.stochastic:
+    elif sampler.stochastic and step_noise is None:
         raise ValueError(f"start: {settings.sampler} draws noise at every step; pass (seed, index, shape)")
     else:
         x = start.float()
@@ -200,7 +201,8 @@ def sample(
         return x0, noise
 
     grid = times, torch.cat([alpha, alpha.new_ones(1)]), torch.cat([sigma, sigma.new_zeros(1)])
-    path = Trajectory(process, *grid, denoise, noise=lambda i: normal(seed, f"sample/{i}", index, shape))
+    noise = step_noise or (lambda i: normal(seed, f"sample/{i}", index, shape))
+    path = Trajectory(process, *grid, denoise, noise)
     with torch.no_grad():
         return sampler.run(x * process.prior_std, path)
 

@@ -25,6 +25,7 @@ from scalelong.evaluation.statistics import (
     collect_statistics,
     extract,
     image_batches,
+    own_part,
     reference_statistics,
 )
 from scalelong.runs.settings import SamplingSettings
@@ -75,7 +76,7 @@ def evaluate_images(
         known = len(kid_reference) if total is None else min(total, len(kid_reference))
         check_subsets(kid_subset_size, kid_subsets, known)
     kept, kid = [], None
-    for features in extract(batches, extractor, total):
+    for features in extract(batches, extractor, None if total is None else len(own_part(total))):
         own.update(features)
         if kid_reference is not None:
             kept.append(features)
@@ -177,7 +178,10 @@ def load_condition(run: TrainedRun, source: Source) -> Condition:
 def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
     """(n, D) features of a data set (of latents: of their images), for KID."""
     source = original_images(source, root)
-    return torch.cat([features.cpu() for features in extract(image_batches(source), extractor, len(source))])
+    own = own_part(len(source))
+    batches = image_batches(source, own.start, own.stop)
+    features = torch.cat([features.cpu() for features in extract(batches, extractor, len(own))])
+    return torch.cat([part.cpu() for part in all_parts(features)])
 
 
 class EvaluationObserver:

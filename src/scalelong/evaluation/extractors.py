@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.errors import require, unknown_name
 from scalelong.evaluation.weights import INCEPTION_SHA256, find_weights, load_network
@@ -115,9 +114,8 @@ class InceptionFeatures:
     def __call__(self, images: Tensor) -> Tensor:
         images = as_rgb(images)
         batches = torch.split(images, self.batch_size) if len(images) else ()
-        bar = tqdm(batches, desc=self.name, unit="batch", leave=False, disable=None if len(batches) > 1 else True)
         with torch.no_grad(), _exact_convolutions(self.precision != "tf32"):
-            features = [self._features(batch.to(self.device, non_blocking=True)) for batch in bar]
+            features = [self._features(batch.to(self.device, non_blocking=True)) for batch in batches]
         return torch.cat(features) if features else torch.empty(0, self.dim, device=self.device)
 
     def _features(self, images: Tensor) -> Tensor:

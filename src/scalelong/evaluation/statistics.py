@@ -13,7 +13,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.data import Source, cache_dir
 from scalelong.data.base import threaded
@@ -22,6 +21,7 @@ from scalelong.errors import require
 from scalelong.evaluation.extractors import Extractor
 from scalelong.evaluation.frechet import Array, checked_features, checked_gaussian, frechet_distance
 from scalelong.files import atomic_write
+from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -159,17 +159,20 @@ def collect_statistics(
 
 
 def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) -> Iterator[Tensor]:
-    """The features of each batch, with a progress bar."""
-    with tqdm(total=total, desc=extractor.name, unit="img", disable=None) as bar:
+    """The features of all images, in batches of the extractor's size."""
+    with Progress(total=total, desc=extractor.name, unit="img") as bar:
         for images in batches:
-            yield extractor(images)
-            bar.update(len(images))
+            for part in torch.split(images, getattr(extractor, "batch_size", max(1, len(images)))):
+                yield extractor(part)
+                bar.update(len(part))
 
 
 def reference_statistics(
     source: Source, extractor: Extractor, *, cache: bool = True, root: str | Path | None = None
 ) -> FeatureStatistics:
     """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n).
+
+    Under torch.distributed every rank calls this, and each extracts its share.
 
     >>> from scalelong.evaluation import RandomConvFeatures
     >>> from scalelong.data import load_source
@@ -181,18 +184,35 @@ def reference_statistics(
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name}-{extractor.name}").strip("-.")[-80:]
     name = f"{readable}-n{n}-{hashlib.sha256(about.encode()).hexdigest()[:16]}.safetensors"
     path = cache_dir(root) / "statistics" / name
-    if cache and path.exists():
-        try:
-            found = FeatureStatistics.load(path)
-            if f"{found.data} {found.extractor_hash} {found.n}" == about:
-                return found
-            logger.warning("%s: holds other statistics than its name says; computing them again", path)
-        except ValueError as error:
-            logger.warning("%s; computing it again", error)
-    statistics = collect_statistics(image_batches(source), extractor, data=source.fingerprint, total=n)
-    if cache:
+    found = _cached(path, about) if cache else None
+    if all(bool(part) for part in torch.cat(all_parts(torch.tensor([found is not None])))) and found is not None:
+        return found
+    own = own_part(n)
+    batches = image_batches(source, own.start, own.stop)
+    statistics = collect_statistics(batches, extractor, data=source.fingerprint, total=len(own)).gather()
+    if cache and own.start == 0:
         logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
     return statistics
+
+
+def _cached(path: Path, about: str) -> FeatureStatistics | None:
+    if not path.exists():
+        return None
+    try:
+        found = FeatureStatistics.load(path)
+        if f"{found.data} {found.extractor_hash} {found.n}" == about:
+            return found
+        logger.warning("%s: holds other statistics than its name says; computing them again", path)
+    except ValueError as error:
+        logger.warning("%s; computing it again", error)
+    return None
+
+
+def own_part(n: int) -> range:
+    """This rank's share of n items; all of them without torch.distributed."""
+    several = dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    return range(n * rank // size, n * (rank + 1) // size)
 
 
 def all_parts(own: Tensor) -> list[Tensor]:

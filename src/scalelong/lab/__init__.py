@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scalelong.files import atomic_write, write_text
+from scalelong.progress import Progress
+from scalelong.report.colours import colour
 
-__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
+__all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
 
 STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
-METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
+METHOD_COLOURS = {method: colour(method) for method in ("none", "universal", "cs", "cs_reversed")}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,30 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
     with ProcessPoolExecutor(min(len(STUDIES), cores), context, torch.set_num_threads, (1,)) as pool:
         longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
         futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
+        with Progress(total=len(futures), desc="theory", unit="study") as bar:
+            while len(done := wait(futures.values(), timeout=1.0).done) < len(futures):
+                bar.update(len(done) - bar.n)
+                bar.refresh()
+            bar.update(len(done) - bar.n)
         return [futures[name].result() for name in STUDIES]
+
+
+def verdicts(studies: Sequence[Study]) -> str:
+    """One line for each lemma and theorem: whether it holds, and how many of its findings say so.
+
+    >>> print(verdicts([Study("lemma32", (judge("a", "b", "c", supported=True),), {})]))
+    Lemma 3.2    holds (1 of 1 findings hold)
+    """
+    lines = []
+    for study in studies:
+        found = [finding.verdict for finding in study.findings]
+        held, printed = (sum(verdict.startswith(kind) for verdict in found) for kind in ("holds", "fails as printed"))
+        word = "holds" if held == len(found) else "holds with corrections" if held else "fails as printed"
+        word = word if held + printed == len(found) else "contradicted by a measurement"
+        failed = f", {printed} fail as printed" if printed else ""
+        kind, number = ("Lemma" if study.name.startswith("lemma") else "Theorem"), f"{study.name[-2]}.{study.name[-1]}"
+        lines.append(f"{kind} {number}".ljust(13) + f"{word} ({held} of {len(found)} findings hold{failed})")
+    return "\n".join(lines)
 
 
 def as_text(findings: Sequence[Finding], width: int = 100) -> str:

@@ -14,6 +14,7 @@ from scalelong.data import load_source, to_float
 from scalelong.diffusion import DDPM, VPSDE, Process, draw_time_and_noise
 from scalelong.lab import Finding, Study, finish, judge, panels
 from scalelong.random import uniform
+from scalelong.report.colours import BLUE, GREEN, ORANGE, PINK
 
 UNIFORM_SECOND_MOMENT = 1 / 3  # E[x^2] of U[-1, 1]
 
@@ -115,14 +116,14 @@ def figure(data: Mapping[str, Any]) -> Figure:
     """E||x_t||^2 / m against time: formulas and samples."""
     canvas, (axes,) = panels(1)
     u = torch.linspace(0, 1, 201, dtype=torch.float64)
-    for label, process, colour, marker in (("VP-SDE", VPSDE(), "tab:blue", "o"), ("DDPM", DDPM(), "tab:orange", "x")):
+    for label, process, colour, marker in (("VP-SDE", VPSDE(), BLUE, "o"), ("DDPM", DDPM(), ORANGE, "x")):
         alpha, _ = process.marginal(process.time_from_uniform(u.clamp(max=1 - 1e-9)).double())
         style = "-" if label == "VP-SDE" else "--"
         axes.plot(u, 1 - 2 * alpha.square() / 3, style, color=colour, linewidth=1.6, label=f"{label}: 1 - 2 abar / 3")
         curve = data["curves"][label]
         axes.plot(curve["u"], curve["mean"], marker, color=colour, markersize=5, label=f"{label}: Monte Carlo")
     alpha, _ = VPSDE().marginal(u)
-    for name, colour in (("digits", "tab:green"), ("emoji32", "tab:red")):
+    for name, colour in (("digits", GREEN), ("emoji32", PINK)):
         second = data["second_moments"][name]
         axes.plot(u, 1 - (1 - second) * alpha.square(), color=colour, linewidth=1.2)
         curve = data["curves"][name]

@@ -23,6 +23,7 @@ from torch import Tensor
 from scalelong.lab import Finding, Study, finish, judge, panels
 from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, matrices, noisy_inputs
 from scalelong.random import uniform
+from scalelong.report.colours import BLUE, GREEN, GREY, ORANGE, PINK
 
 LAYERS = 2
 UNIT, PAPER = GAINS["unit"], GAINS["paper"]
@@ -246,7 +247,7 @@ def _about_spread(spread: dict[str, Any]) -> tuple[Finding, Finding]:
 def figure(data: Mapping[str, Any]) -> Figure:
     """The fit of h_0, the weight of each skip, and rho."""
     canvas, (fit, weight, rho) = panels(3)
-    for row, colour in zip(data["fits"], ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=False):
+    for row, colour in zip(data["fits"], (BLUE, ORANGE, GREEN, PINK), strict=False):
         label = f"N = {row['num_skips']}, m = {row['width']}"
         fit.plot(np.array(row["sums"]) + 1, row["unit"], "o", markersize=4, alpha=0.8, color=colour, label=label)
     ends = np.array([1.0, max(max(row["sums"]) for row in data["fits"]) + 1])
@@ -254,18 +255,18 @@ def figure(data: Mapping[str, Any]) -> Figure:
     finish(fit, "Unit-gain blocks: mean over networks", "Σ κⱼ² + 1", "||h₀||² / ||x||²", log="xy")
     found = data["weights"]
     labels = {"paper": "every matrix N(0, 2/m), as stated", "unit": "unit-gain blocks"}
-    for (name, label), colour in zip(labels.items(), ("tab:red", "tab:blue"), strict=True):
+    for (name, label), colour in zip(labels.items(), (PINK, BLUE), strict=True):
         errors = 2 * np.array(found[f"{name}_error"])
         weight.errorbar(found["j"], found[name], errors, fmt="o", color=colour, markersize=5, capsize=3, label=label)
         weight.plot(found["j"], found[f"{name}_exact"], color=colour, linewidth=1)
     finish(weight, "Weight of κⱼ² in ||h₀||² (lines: 4ʲ and 1)", "j (1 = outermost)", "weight", log="y")
     spread = data["spread"]
     widths, (ones, zeros) = np.array(spread["widths"], dtype=float), np.array(spread["by_width"]).T
-    rho.plot(widths, ones, "o-", color="tab:blue", markersize=5, label="all κ = 1")
-    rho.plot(widths, zeros, "s", color="tab:orange", markersize=5, label="all κ = 0")
+    rho.plot(widths, ones, "o-", color=BLUE, markersize=5, label="all κ = 1")
+    rho.plot(widths, zeros, "s", color=ORANGE, markersize=5, label="all κ = 0")
     label = "all κ = 0, from the exact variance"
-    rho.plot(widths, spread["gaussian_by_width"], color="tab:orange", linewidth=1, label=label)
-    rho.plot(widths, ones[-1] * np.sqrt(widths[-1] / widths), ":", color="tab:gray", label="m^(-1/2)")
+    rho.plot(widths, spread["gaussian_by_width"], color=ORANGE, linewidth=1, label=label)
+    rho.plot(widths, ones[-1] * np.sqrt(widths[-1] / widths), ":", color=GREY, label="m^(-1/2)")
     title, ticks = "ρ within which 95% of networks stay (N = 2)", (0.2, 0.3, 0.5, 0.8)
     finish(rho, title, "width m", "ρ", log="xy", xticks=spread["widths"], yticks=ticks)
     return canvas

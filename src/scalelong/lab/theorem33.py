@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scalelong.lab import METHOD_COLOURS, Finding, Study, finish, judge, panels
 from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, matrices, noisy_inputs
+from scalelong.report.colours import BLUE, GREEN, GREY, ORANGE, PINK
 
 LAYERS = 2
 
@@ -147,22 +148,22 @@ def figure(data: Mapping[str, Any]) -> Figure:
             rows = _select(data["table"], init="unit", method=method, sent=sent)
             label = method if sent == "residual" else None
             depth.plot(*_columns(rows, "num_skips", "high"), style, color=colour, label=label, ms=4)
-    depth.plot([], [], "s--", color="tab:gray", ms=4, label="residual independent of the weights")
+    depth.plot([], [], "s--", color=GREY, ms=4, label="residual independent of the weights")
     title, ratio = "Unit-gain blocks: largest over matrices, median network", "||∇l||² / (l ||x||² (Σκ² + 1))"
     depths = [row["num_skips"] for row in rows]
     finish(depth, title, "number of skips N", ratio, log="xy", xticks=depths, yticks=(2, 5, 10, 20, 50, 100))
-    for sent, colour, label in (("residual", "tab:blue", "true"), ("fixed", "tab:orange", "independent")):
+    for sent, colour, label in (("residual", BLUE, "true"), ("fixed", ORANGE, "independent")):
         at, low, high = _columns(_select(data["sweep"], sent=sent), "kappa", "low", "high")
         kappa.fill_between(at, low, high, color=colour, alpha=0.35, label=f"{label} residual")
     title, ratio = "CS, N = 8: range of the ratio by κ", "same ratio, smallest to largest"
     finish(kappa, title, "κ", ratio, log="y", yticks=(1, 2, 5, 10, 20, 50))
     for init, method, sent, colour, label in (
-        ("paper", "none", "residual", "tab:red", "N(0, 2/m) as stated, κ = 1"),
-        ("unit", "cs", "fixed", "tab:green", "unit gain, cs(0.7), without c₃"),
+        ("paper", "none", "residual", PINK, "N(0, 2/m) as stated, κ = 1"),
+        ("unit", "cs", "fixed", GREEN, "unit gain, cs(0.7), without c₃"),
     ):
         rows = _select(data["table"], init=init, method=method, sent=sent)
         paper.plot(*_columns(rows, "num_skips", "printed_max"), "o-", color=colour, label=label, ms=4)
-    paper.plot(depths, [4.0**n for n in depths], ":", color="tab:gray", label="4ᴺ")
+    paper.plot(depths, [4.0**n for n in depths], ":", color=GREY, label="4ᴺ")
     finish(paper, "Ratio to the bound as printed", "number of skips N", "||∇l||² / (l ||x||² Σκ²), largest", log="y")
     return canvas
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scalelong.lab import METHOD_COLOURS, Finding, Study, bounds, finish, judge, panels
 from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, noisy_inputs
+from scalelong.report.colours import BLUE, GREEN, GREY, ORANGE, PINK
 
 KAPPA = 0.7
 TOLERANCE = 1 + 1e-9  # of a violation, in float64
@@ -211,12 +212,12 @@ def figure(data: Mapping[str, Any]) -> Figure:
     """Share of each bound reached, tightness against N, and CS over universal scaling."""
     canvas, (share, tight, order) = panels(3)
     bins = np.logspace(-12, 2, 57).tolist()
-    for bound, colour in zip(BOUNDS, ("tab:gray", "tab:blue", "tab:orange", "tab:green"), strict=True):
+    for bound, colour in zip(BOUNDS, (GREY, BLUE, ORANGE, GREEN), strict=True):
         # a share of 1 belongs to the bin below 1
         values = [min(value, 1 - 1e-9) if value <= TOLERANCE else value for value in _shares(data["cases"], bound)]
         share.hist(np.clip(values, bins[0], None), bins, histtype="step", color=colour, linewidth=1.4, label=bound)
     broken = [case["measured"] / case["printed"] for case in data["broken"] if case["stretch"] > 1]
-    share.plot(broken, np.full(len(broken), 8.0), "x", color="tab:red", markersize=7, label="counterexamples to Eq. 7")
+    share.plot(broken, np.full(len(broken), 8.0), "x", color=PINK, markersize=7, label="counterexamples to Eq. 7")
     share.axvline(1, color="black", linewidth=1)
     title = f"{len(data['cases']):,} random networks: none beyond 1"
     finish(share, title, "measured / bound (first bar: this or less)", "networks", log="x")
@@ -227,13 +228,13 @@ def figure(data: Mapping[str, Any]) -> Figure:
             tight.plot(depths, [row["worst"] / row[bound] for row in rows], style, color=colour, markersize=4)
         tight.plot([], [], color=colour, label=method)
     for bound, style in _STYLES.items():
-        tight.plot([], [], style, color="tab:gray", markersize=4, label=f"{bound} form")
+        tight.plot([], [], style, color=GREY, markersize=4, label=f"{bound} form")
     finish(tight, "||J|| at x over each bound (1 = tight)", "number of skips N", "share of the bound reached", log="y")
     n = np.array(depths, dtype=float)
     for key, colour, label in (
-        ("skips", "tab:green", "sum over the skips"),
-        ("product", "tab:blue", "whole bound, with c₀"),
-        ("worst", "tab:red", "||J|| measured"),
+        ("skips", GREEN, "sum over the skips"),
+        ("product", BLUE, "whole bound, with c₀"),
+        ("worst", PINK, "||J|| measured"),
     ):
         values = [cs_over_universal(row, key) for row in data["tightness"]]
         order.plot(n, values, "o-", color=colour, markersize=4, label=label)

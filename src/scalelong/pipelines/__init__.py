@@ -1,6 +1,7 @@
 """Export a trained run: its weights for `scalelong.load`, or a pipeline that diffusers loads.
 
-A pipeline is plain diffusers where that is exact; otherwise the folder also holds the code of its pipeline and model.
+A pipeline samples as the run does: the folder holds the code of its sampler, and of its model if that is a U-ViT. A
+`plain` one is of diffusers alone, whose schedulers round the times.
 """
 
 from __future__ import annotations
@@ -8,35 +9,37 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Mapping
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args
 
 import diffusers
 import torch
 
 import scalelong
+from scalelong import errors, random
 from scalelong.backbones import UViT, uvit
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
 from scalelong.data.text import TextEncoder
-from scalelong.diffusion import DDPM, EDM, Objective, resolve_sampling
+from scalelong.diffusion import DDPM, EDM, Objective, objective, process, resolve_sampling, sampling
 from scalelong.diffusion.process import LAST_TIME, TIME_SCALE, ContinuousVP, Process
 from scalelong.files import atomic_folder, write_manifest, write_text
 from scalelong.pipelines import pipeline, uvit_model
 from scalelong.pipelines.uvit_model import UViTModel
 from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
-from scalelong.runs import CONFIG
-from scalelong.runs.settings import to_yaml
+from scalelong.runs import CONFIG, validation
+from scalelong.runs.settings import Conditioning, SamplingPrecision, SamplingSettings, to_yaml
 from scalelong.skips import scaling_of
 from scalelong.training import TrainedRun
 from scalelong.training.run import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
 
 __all__ = ["Exported", "export_pipeline", "export_weights", "scheduler_for"]
 
-Component = tuple[str, str]  # library or file, class
+Component = tuple[str | None, str | None]  # library or file, class
 
 _PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
 _FUTURE = "from __future__ import annotations\n"
@@ -61,6 +64,7 @@ class Exported:
     folder: Path
     plain: bool  # diffusers alone loads it, without code in the folder
     needs_us: str  # why loading requires this package; "": it does not
+    sampler: str
 
     def loading(self) -> str:
         """Python code that loads the pipeline."""
@@ -77,10 +81,10 @@ def export_weights(run: TrainedRun, folder: str | Path) -> Path:
     return out
 
 
-def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> Exported:
+def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, plain: bool = False) -> Exported:
     """Write a diffusers pipeline with a model card, atomically; the scaling of `run.model` is folded if that is exact.
 
-    sampler: of the exported scheduler; default: the run's, or "dpm++2m" if it has none.
+    sampler: default: the run's. plain: without code, for unconditional UNets on pixels; see `scheduler_for`.
 
     >>> from dataclasses import replace
     >>> from scalelong.runs.presets import get_preset
@@ -95,45 +99,58 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
         raise ValueError(f"out: {folder} already exists; choose another folder, or remove it")
     settings = run.config.sampling
     steps = settings.steps if sampler in ("", settings.sampler) else 0
-    settings = replace(settings, sampler=sampler or settings.sampler or "dpm++2m", steps=steps)
-    settings = resolve_sampling(settings, run.objective.process)
-    scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
+    settings = resolve_sampling(
+        replace(settings, sampler=sampler or settings.sampler, steps=steps), run.objective.process
+    )
+    scheduler = _scheduler(run, settings, plain)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
-    card = pipeline_card(read_run(run.folder), run.step, run.weights)
     needs_us = ""
     try:
         scalelong.fold(run.model)
     except ValueError as error:  # not exact; the model is unchanged
         needs_us = str(error)
+    if plain and needs_us:
+        raise ValueError(f"plain: the scaling is not in the weights ({needs_us}); leave plain out")
     with atomic_folder(folder) as stage:
-        scheduler.save_pretrained(stage / "scheduler")
+        if scheduler is not None:
+            scheduler.save_pretrained(stage / "scheduler")
         components = {
-            "scheduler": ("diffusers", type(scheduler).__name__),
+            "scheduler": ("diffusers", type(scheduler).__name__) if plain else (None, None),
             DENOISER: _write_denoiser(run.model, stage / DENOISER, scaled=bool(needs_us)),
             **_write_encoders(run, stage, autoencoder),
         }
-        plain = _is_plain(run, components, scheduler)
         name = "DDPMPipeline" if plain else ["pipeline", "ScaleLongPipeline"]
-        options = {} if plain else _options(run, settings.steps, autoencoder)
+        options = {} if plain else _options(run, settings, autoencoder)
         index = {"_class_name": name, "_diffusers_version": diffusers.__version__, **components, **options}
         description = ExportedRun(run.step, run.weights, run.shape, not needs_us, run.data, run.conditioning)
         (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (stage / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n")
-        (stage / CONFIG).write_text(to_yaml(run.config))
-        (stage / "README.md").write_text(card)
+        (stage / CONFIG).write_text(to_yaml(replace(run.config, sampling=settings)))
+        (stage / "README.md").write_text(pipeline_card(read_run(run.folder), run.step, run.weights, settings, plain))
         if not plain:
-            (stage / "pipeline.py").write_text(inspect.getsource(pipeline))
+            (stage / "pipeline.py").write_text(_pipeline_file())
         write_manifest(stage)
-    return Exported(folder, plain, needs_us)
+    return Exported(folder, plain, needs_us, settings.sampler)
 
 
-def _is_plain(run: TrainedRun, components: Mapping[str, Component], scheduler: Any) -> bool:
-    """Whether DDPMPipeline samples as the run does: it scales no noise, does not let DDIM continue from the clipped image,
-    and does not set the first step, so that DPM-Solver++ fails where two timesteps round to it (cosine)."""
-    alone = components.keys() == {"scheduler", DENOISER} and components[DENOISER] == ("diffusers", "UNet2DModel")
-    clipped_ddim = isinstance(scheduler, diffusers.DDIMScheduler) and scheduler.config.clip_sample
-    supported = scheduler.init_noise_sigma == 1.0 and not clipped_ddim and run.objective.process.name != "cosine"
-    return alone and supported and not run.conditioning.num_classes
+def _scheduler(run: TrainedRun, settings: SamplingSettings, plain: bool) -> Any:
+    """The scheduler of diffusers for the folder; None where there is none and the pipeline does without it."""
+    if not plain:
+        try:
+            return scheduler_for(run.objective, settings.sampler, settings.clip)
+        except ValueError:
+            return None
+    conditional, latent = run.conditioning != Conditioning(), run.config.data.name.startswith("latents:")
+    if run.config.model.backbone != "unet" or conditional or latent:
+        raise ValueError("plain: diffusers has a pipeline only for unconditional UNets on pixels; leave plain out")
+    scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
+    clipped_ddim = (
+        settings.sampler == "ddim" and settings.clip
+    )  # which DDPMPipeline does not continue from the clipped image
+    if scheduler.init_noise_sigma != 1.0 or clipped_ddim or run.objective.process.name == "cosine":
+        about = f"{settings.sampler} with the process {run.objective.process.name}{', clipped' * clipped_ddim}"
+        raise ValueError(f"plain: DDPMPipeline cannot sample by {about}; choose sampler dpm++2m, or leave plain out")
+    return scheduler
 
 
 def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
@@ -157,8 +174,23 @@ def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
 
 def _uvit_file() -> str:
     """uvit.py and uvit_model.py as one file: diffusers loads a single one per component."""
-    model = inspect.getsource(uvit_model).replace("from scalelong.backbones.uvit import UViT, UViTConfig\n", "")
-    return _FUTURE + f"{inspect.getsource(uvit)}\n\n{model}".replace(_FUTURE, "")
+    return _joined(uvit, uvit_model)
+
+
+def _pipeline_file() -> str:
+    """pipeline.py with all that its sampler needs."""
+    precisions = f"SamplingPrecision = Literal{list(get_args(SamplingPrecision))}\n\n\n"
+    settings = "from dataclasses import dataclass\nfrom typing import Literal\n\n" + precisions
+    settings += inspect.getsource(SamplingSettings)
+    faults = "def protected(name: str) -> bool:\n    return True\n"  # failpoints are for our own tests
+    return _joined(errors, faults, validation, random, settings, process, objective, sampling, pipeline)
+
+
+def _joined(*parts: ModuleType | str) -> str:
+    """Modules, or texts, as one file that imports nothing of ours."""
+    texts = [part if isinstance(part, str) else inspect.getsource(part) for part in parts]
+    whole = "\n\n".join(texts).replace(_FUTURE, "")
+    return _FUTURE + re.sub(r"^from scalelong.*\n", "", whole, flags=re.M)
 
 
 def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None) -> dict[str, Component]:
@@ -176,12 +208,16 @@ def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | No
     return {name: (library, type(part).__name__) for name, (library, part) in parts.items()}
 
 
-def _options(run: TrainedRun, steps: int, autoencoder: Autoencoder | None) -> dict[str, Any]:
+def _options(run: TrainedRun, sampling: SamplingSettings, autoencoder: Autoencoder | None) -> dict[str, Any]:
     """The arguments of ScaleLongPipeline that are not components."""
-    sampling, sizes = run.config.sampling, asdict(run.conditioning)
+    sizes = asdict(run.conditioning)
     options = {key: sizes[key] for key in ("num_classes", "null_class", "class_names", "text_tokens")} | {
         "null_text": bool(run.conditioning.text_dim) and run.config.condition.drop > 0,
-        "default_steps": steps,
+        "process": run.objective.process.name,
+        "prediction": run.objective.prediction,
+        "sampler": sampling.sampler,
+        "clip": sampling.clip,
+        "default_steps": sampling.steps,
         "default_guidance": sampling.guidance,
         "guidance_interval": [bound if math.isfinite(bound) else None for bound in sampling.guidance_interval],
     }
@@ -191,7 +227,7 @@ def _options(run: TrainedRun, steps: int, autoencoder: Autoencoder | None) -> di
 
 
 def scheduler_for(objective: Objective, sampler: str = "dpm++2m", clip: bool = False) -> Any:
-    """The scheduler of diffusers that solves as `sampler` does, with the noise levels and times of the process.
+    """The scheduler of diffusers that solves as `sampler` does, with the noise levels of the process at whole timesteps.
 
     >>> from scalelong.diffusion import VPSDE
     >>> type(scheduler_for(Objective(VPSDE()), "heun")).__name__

@@ -1,4 +1,7 @@
-"""A pipeline for unconditional, class- and text-conditional diffusion of pixels or latents. Copied into exported folders."""
+"""A pipeline for unconditional, class- and text-conditional diffusion of pixels or latents.
+
+Exported folders hold this file with those of the processes and samplers in front of it.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,27 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from scalelong.diffusion.objective import Objective
+from scalelong.diffusion.process import get_process
+from scalelong.diffusion.sampling import Start, guided, sample
+from scalelong.runs.settings import SamplingSettings
+
+Tensors = dict[str, Any]
 
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Any denoiser called like the UNets of diffusers, with any scheduler; components that a model does not need are None."""
+    """Any denoiser called like the UNets of diffusers; components that a model does not need are None.
 
-    _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012
+    It samples as the run does, from which it was exported, or with `scheduler`, if one is set.
+    """
+
+    _optional_components = ["scheduler", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012
     model_cpu_offload_seq = "text_encoder->unet->vae"
 
     def __init__(
         self,
         unet: Any,
-        scheduler: Any,
+        scheduler: Any = None,
         vae: Any = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
@@ -35,6 +46,10 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         null_text: bool = False,
         latent_scale: float = 1.0,
         latent_shift: float = 0.0,
+        process: str = "vp",
+        prediction: str = "",
+        sampler: str = "",
+        clip: bool = False,
         default_steps: int = 50,
         default_guidance: float = 1.0,
         guidance_interval: Any = (0.0, None),  # lowest and highest sigma / alpha; None: no bound
@@ -43,6 +58,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.register_modules(unet=unet, scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)
         self.register_to_config(num_classes=num_classes, null_class=null_class, class_names=list(class_names))
         self.register_to_config(text_tokens=text_tokens, null_text=null_text)
+        self.register_to_config(process=process, prediction=prediction, sampler=sampler, clip=clip)
         self.register_to_config(latent_scale=latent_scale, latent_shift=latent_shift, default_steps=default_steps)
         self.register_to_config(default_guidance=default_guidance, guidance_interval=list(guidance_interval))
 
@@ -55,53 +71,81 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         guidance_scale: float | None = None,
         num_inference_steps: int | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
+        seed: int | None = None,
         latents: Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """Sample images. latents: N(0, 1) noise to start from. output_type: pil, np, pt (in [0, 1]) or latent."""
+        """Sample images.
+
+        seed: sample the first images that `scalelong sample --seed` does, whatever the batch size.
+        latents: N(0, 1) noise to start from.
+        output_type: pil, np, pt (in [0, 1]) or latent.
+        """
         batch_size = batch_size if latents is None else len(latents)
         condition, null, batch_size = self._condition(prompt, class_labels, batch_size)
         scale = self.config.default_guidance if guidance_scale is None else guidance_scale
         if scale != 1 and null is None:
             raise ValueError(f"guidance_scale: {scale}, but this model has no null condition; leave it at 1")
-        shape = (batch_size, self.unet.config.in_channels, *(self.unet.config.sample_size,) * 2)
-        device, dtype = self._execution_device, self.unet.dtype
-        x = randn_tensor(shape, generator, device, dtype) if latents is None else latents.to(device, dtype)
-        self.scheduler.set_timesteps(num_inference_steps or self.config.default_steps, device=device)
+        shape = (self.unet.config.in_channels, *(self.unet.config.sample_size,) * 2)
+        device = self._execution_device
+
+        def noise(_step: int = 0) -> Tensor:
+            drawn: Tensor = randn_tensor((batch_size, *shape), generator, device, torch.float32)
+            return drawn
+
+        start: Tensor | Start
+        if seed is not None:
+            start = (seed, torch.arange(batch_size, device=device), shape)
+        else:
+            start = noise() if latents is None else latents.to(device, torch.float32)
+        steps = num_inference_steps or self.config.default_steps
+        low, high = self.config.guidance_interval
+        interval = (low or 0.0, math.inf if high is None else high)
+        if self.scheduler is not None:
+            x = start if isinstance(start, Tensor) else noise()
+            x = self._solve(x, steps, condition, null or {}, scale, interval, generator)
+        else:
+            clip, name = self.config.clip, self.config.sampler
+            settings = SamplingSettings(name, steps, clip=clip, guidance=scale, guidance_interval=interval)
+            objective = Objective(get_process(self.config.process), self.config.prediction)
+            with self.progress_bar(total=steps * (2 if name == "heun" else 1)) as bar:
+
+                def net(*args: Any, **given: Any) -> Tensor:
+                    bar.update()
+                    return self._network(*args, **given)
+
+                step_noise = None if seed is not None else noise
+                x = sample(objective, net, start, settings, null=null, step_noise=step_noise, **condition)
+        return self._finish(x, output_type, return_dict)
+
+    def _network(self, x: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
+        output: Tensor = self.unet(x.to(self.unet.dtype), time, **condition, return_dict=False)[0]
+        return output.float()
+
+    def _solve(
+        self, x: Tensor, steps: int, condition: Tensors, null: Tensors, scale: float, interval: Any, generator: Any
+    ) -> Tensor:
+        """Sample with the scheduler that was set."""
+        self.scheduler.set_timesteps(steps, device=x.device)
         if hasattr(self.scheduler, "set_begin_index"):
             self.scheduler.set_begin_index(0)  # else schedulers look up the first timestep, which need not be unique
         x = x * self.scheduler.init_noise_sigma
         options = {"generator": generator, "use_clipped_model_output": True}  # where the scheduler has them
         options = {name: options[name] for name in options if name in inspect.signature(self.scheduler.step).parameters}
+        with_guidance = guided(self._network, null, scale)
         for t in self.progress_bar(self.scheduler.timesteps):
-            guided = scale != 1 and self._guided_at(t)
-            scaled = self.scheduler.scale_model_input(x, t)
-            output = self._predict(scaled, t, condition, null if guided else None, scale)
+            net = with_guidance if interval[0] <= self._noise_level(t) <= interval[1] else self._network
+            output = net(self.scheduler.scale_model_input(x, t), t.to(x.device).expand(len(x)), **condition)
             x = self.scheduler.step(output, t, x, **options).prev_sample
-        return self._finish(x, output_type, return_dict)
+        return x
 
-    def _predict(self, x: Tensor, t: Tensor, condition: Tensors, null: Tensors | None, scale: float) -> Any:
-        """The network's output, by classifier-free guidance unless `null` is None."""
-        time = t.to(x.device).expand(len(x))
-        if null is None:
-            return self.unet(x, time, **condition, return_dict=False)[0]
-        both = {name: torch.cat([value, null[name].expand(value.shape)]) for name, value in condition.items()}
-        output = self.unet(torch.cat([x, x]), torch.cat([time, time]), **both, return_dict=False)[0]
-        conditional, unconditional = output.chunk(2)
-        return unconditional + scale * (conditional - unconditional)
-
-    def _guided_at(self, t: Tensor) -> bool:
-        """Whether the noise level sigma / alpha is inside the guidance interval."""
-        low, high = self.config.guidance_interval
-        if not low and high is None:
-            return True
-        if hasattr(self.scheduler, "alphas_cumprod"):
-            alpha_bar = float(self.scheduler.alphas_cumprod[int(t)])
-            level = math.sqrt((1 - alpha_bar) / alpha_bar)
-        else:
-            level = math.exp(4 * float(t))  # EDM: t is ln(sigma) / 4
-        return (low or 0.0) <= level <= (math.inf if high is None else high)
+    def _noise_level(self, t: Tensor) -> float:
+        """sigma / alpha at a timestep of the scheduler."""
+        if not hasattr(self.scheduler, "alphas_cumprod"):
+            return math.exp(4 * float(t))  # EDM: t is ln(sigma) / 4
+        alpha_bar = float(self.scheduler.alphas_cumprod[int(t)])
+        return math.sqrt((1 - alpha_bar) / alpha_bar)
 
     def _condition(self, prompt: Any, class_labels: Any, batch_size: int) -> tuple[Tensors, Tensors | None, int]:
         """The condition, the null condition of guidance if the model has one, and the number of images."""
@@ -123,6 +167,8 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         chosen = class_labels.tolist() if hasattr(class_labels, "tolist") else class_labels
         numbers = {name: number for number, name in enumerate(self.config.class_names)}
         numbers |= {number: number for number in range(self.config.num_classes)}
+        if self.config.null_class:
+            numbers = {"null": self.config.num_classes, **numbers}
         for unknown in [label for label in chosen if label not in numbers]:
             choices = f"choose 0 .. {self.config.num_classes - 1} or a class name"
             raise ValueError(f"class_labels: unknown {unknown!r}; {choices}")

@@ -13,7 +13,7 @@ from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import Run
 from scalelong.runs.records import Measurement
-from scalelong.runs.settings import Conditioning
+from scalelong.runs.settings import Conditioning, SamplingSettings
 
 _LOADING = f"""import scalelong
 from scalelong.training import from_yaml
@@ -24,8 +24,8 @@ scalelong.load(model, ".")"""
 
 _LOADING_PIPELINE = """from diffusers import DiffusionPipeline
 
-pipe = DiffusionPipeline.from_pretrained(".", trust_remote_code=True)  # runs the code in this folder, if it holds any
-image = pipe(num_inference_steps=50).images[0]"""
+pipe = DiffusionPipeline.from_pretrained("."{trust})
+images = pipe(batch_size=4{seed}, num_inference_steps={steps}).images"""
 
 
 def model_card(run: Run, step: int, weights: str, shape: tuple[int, int, int], sizes: Conditioning) -> str:
@@ -36,9 +36,15 @@ def model_card(run: Run, step: int, weights: str, shape: tuple[int, int, int], s
     return _card(run, step, weights, _LOADING.format(more=more, arguments=arguments))
 
 
-def pipeline_card(run: Run, step: int, weights: str) -> str:
+def pipeline_card(run: Run, step: int, weights: str, sampling: SamplingSettings, plain: bool) -> str:
     """Markdown for a folder that diffusers loads."""
-    return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, _LOADING_PIPELINE)
+    trust, seed = ("", "") if plain else (", trust_remote_code=True", ", seed=0")
+    loading = _LOADING_PIPELINE.format(trust=trust, seed=seed, steps=sampling.steps)
+    how = f"{sampling.sampler} with {sampling.steps} steps"
+    note = "the images of `scalelong sample` up to rounding; the code in this folder samples them"
+    if plain:
+        note = "by diffusers' scheduler, which rounds times, so that images differ a little from those of `scalelong sample`"
+    return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, loading, f"{how}: {note}")
 
 
 def plain(value: Any) -> Any:
@@ -53,7 +59,7 @@ def plain(value: Any) -> Any:
     return re.sub(r"([\\`*\[\]|!])", r"\\\1", text)
 
 
-def _card(run: Run, step: int, weights: str, loading: str) -> str:
+def _card(run: Run, step: int, weights: str, loading: str, sampling: str = "") -> str:
     options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined, "finalize": plain}
     environment = Environment(loader=PackageLoader("scalelong.report"), **options)  # type: ignore[arg-type]
     measured = [m for m in run.evaluations if m.step == step and m.metric.weights == weights]
@@ -66,6 +72,7 @@ def _card(run: Run, step: int, weights: str, loading: str) -> str:
         device=run.start[-1].get("device", "unknown") if run.start else "unknown",
         quality=[*map(_quality, measured)],
         loading=Markup(loading),  # our own text and the names of our settings
+        sampling=Markup(sampling),
     )
 
 

@@ -58,7 +58,7 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
 
 
 def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
-    read = comparison.smoothed_loss, limit
+    read = comparison.plotted_loss, limit
     steps, seconds = (
         _curves(comparison, *read, timed, methodcaller("column", "train", "loss")) for timed in (False, True)
     )

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from scalelong.errors import unknown_name
 from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
-from scalelong.report.numbers import Difference, Estimate, difference, estimate, running_mean
+from scalelong.report.numbers import Difference, Estimate, centred_mean, difference, estimate, running_mean
 from scalelong.runs.reader import Column, Run
 from scalelong.runs.records import Metric
 
@@ -131,6 +131,11 @@ class Comparison:
     def measure(self, group: Group, measure: str | Metric) -> Estimate:
         """A measure or metric over the seeds of a group."""
         return estimate(self.per_seed(group, measure))
+
+    def plotted_loss(self, run: Run) -> Column:
+        """Mean of the loss over `window` steps around each one."""
+        steps, losses = run.column("train", "loss")
+        return steps, centred_mean(steps, losses, self.window)
 
     def smoothed_loss(self, run: Run, upto: int | None = None) -> Column:
         """Running mean of the loss over the last `window` steps."""

@@ -41,6 +41,12 @@ class Group:
         return [sum(column) / len(column) for column in zip(*alike, strict=True)]
 
 
+def seeds_text(seeds: Sequence[int]) -> str:
+    """1 seed (0); 3 seeds (0, 1, 2); 8 seeds"""
+    listed = f" ({', '.join(map(str, seeds))})" if len(seeds) <= 4 else ""
+    return f"{len(seeds)} seed{'s' * (len(seeds) != 1)}{listed}"
+
+
 def settings_in_use(config: RunConfig) -> dict[str, Any]:
     """Settings by dotted key, without the options that the scaling method does not take."""
     taken = {"scaling.method", *(f"scaling.{name}" for name in config.scaling.options())}

@@ -19,14 +19,14 @@ from PIL import Image
 from scalelong.files import open_inside, write_text
 from scalelong.report import sentences, tables
 from scalelong.report.charts import Chart, make_charts
+from scalelong.report.colours import PALETTE, assign
 from scalelong.report.compare import Comparison, compare_runs
-from scalelong.report.groups import Group, differing_settings, settings_in_use
+from scalelong.report.groups import Group, differing_settings, seeds_text, settings_in_use
 from scalelong.report.numbers import count, duration, joined, number
 from scalelong.runs.reader import Run
 
 logger = logging.getLogger(__name__)
 
-COLOURS = 8  # --c0 (the unscaled network) to --c7 in report.css
 FILM_BYTES = 2_400_000  # of encoded images; as base64 they take a third more
 FRAMES, WIDTH = 24, 640  # of a film, at most
 SMALL = 20_000  # bytes
@@ -71,6 +71,7 @@ def write_report(
         settings=settings_in_use(comparison.baseline.config),
         charts=charts,
         colours=colours,
+        palette=PALETTE,
         data=_data(charts, colours),
         sentences=sentences,
         tables=tables,
@@ -100,7 +101,7 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     spent = sum(run.seconds_at([run.last_step])[0] for run in runs)
     return [
         ("Runs", f"{len(runs)}"),
-        ("Seeds" if len(seeds) > 1 else "Seed", ", ".join(map(str, seeds))),
+        ("Seeds", seeds_text(seeds)),
         ("Steps", count(comparison.horizon)),
         ("Model", backbone),
         ("Device", joined(devices) or "not recorded"),
@@ -109,10 +110,8 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _colours(groups: Sequence[Group]) -> dict[str, int]:
-    """Grey for the unscaled network, a colour of its own for each other method."""
-    plain = next((group for group in groups if group.method == "none"), None)
-    others = [group.label for group in groups if group is not plain]
-    return {g.label: 0 if g is plain else 1 + others.index(g.label) % (COLOURS - 1) for g in groups}
+    """An entry of the palette for each group, by label."""
+    return dict(zip((g.label for g in groups), assign([g.method for g in groups]), strict=True))
 
 
 def _tight(text: str) -> str:

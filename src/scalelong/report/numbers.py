@@ -29,11 +29,20 @@ class Difference:
     value: float
     standard_error: float
     clear: bool
+    margin: float = math.nan  # half of the 95% interval
+    test: str = ""
 
     @property
     def within_noise(self) -> bool:
         """True for a difference that was tested and is not clear."""
         return math.isfinite(self.standard_error) and not self.clear
+
+    def interval(self) -> str:
+        """95% interval −0.012 to 0.051, paired t-test"""
+        low, high = (
+            f"{'−' * (v < 0)}{number(abs(v), 2)}" for v in (self.value - self.margin, self.value + self.margin)
+        )
+        return f"95% interval {low} to {high}, {self.test}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -62,7 +71,8 @@ def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> Differen
         spread = va**2 / (first.n - 1) + vb**2 / (second.n - 1)
         error = math.sqrt(va + vb)
         freedom = (va + vb) ** 2 / spread if spread > 0 else first.n + second.n - 2
-    return Difference(value, error, freedom > 0 and abs(value) > float(stdtrit(freedom, 0.975)) * error)
+    margin = float(stdtrit(freedom, 0.975)) * error if freedom > 0 else math.nan
+    return Difference(value, error, abs(value) > margin, margin, "paired t-test" if paired else "Welch's t-test")
 
 
 def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
@@ -78,6 +88,22 @@ def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
     bounds = np.stack([first, last], axis=1).ravel()
     sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
     return [float(mean) for mean in sums / (last - first)]
+
+
+def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
+    """At each step the mean over `window` steps around it, over fewer at both ends, so that curves are not shifted.
+
+    >>> centred_mean([1, 2, 3], [4.0, 2.0, 6.0], window=2)
+    [4.0, 4.0, 6.0]
+    """
+    if not values:
+        return []
+    own = np.asarray(steps)
+    half = np.minimum(window / 2, np.minimum(own - own[0], own[-1] - own))
+    first, stop = np.searchsorted(own, own - half), np.searchsorted(own, own + half, side="right")
+    bounds = np.stack([first, stop], axis=1).ravel()
+    sums = np.add.reduceat([*values, 0.0], bounds)[::2]
+    return [float(mean) for mean in sums / (stop - first)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- as text
@@ -116,14 +142,16 @@ def percent(new: float, old: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4 min 5 s, 3 h 20 min."""
+    """12.3 s, 4 min 5 s, 3 h 20 min, 5 days 4 h."""
     if not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 100:
         return f"{seconds:.3g} s"
     if round(seconds) < 3600:
         return "{} min {} s".format(*divmod(round(seconds), 60))
-    return "{:,} h {} min".format(*divmod(round(seconds / 60), 60))
+    if seconds < 48 * 3600:
+        return "{:,} h {} min".format(*divmod(round(seconds / 60), 60))
+    return "{:,} days {} h".format(*divmod(round(seconds / 3600), 24))
 
 
 def duration_with_sd(value: Estimate) -> str:

@@ -16,7 +16,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image, ImageDraw, ImageFont
 
 from scalelong.files import atomic_write
-from scalelong.report.numbers import running_mean
+from scalelong.report.colours import PALETTE, assign
+from scalelong.report.numbers import centred_mean
 from scalelong.runs.reader import Run
 
 
@@ -151,23 +152,22 @@ def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, te
 
 # ------------------------------------------------------------------------------------------------------ runs side by side
 
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1")
-
 
 def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     """Loss, the middle block's norm, gradient norm and coefficients of each run."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     (loss, feature), (gradient, kappa) = figure.subplots(2, 2)
-    for i, run in enumerate(runs):
-        style = {"color": COLOURS[i % len(COLOURS)], "label": run.label, "linewidth": 1.4}
+    chosen = assign([run.config.scaling.method for run in runs])
+    for run, index in zip(runs, chosen, strict=True):
+        style = {"color": PALETTE[index][0], "label": run.label, "linewidth": 1.4}
         steps, losses = run.column("train", "loss")
-        loss.plot(steps, running_mean(range(len(losses)), losses, window=10), **style)
+        loss.plot(steps, centred_mean(steps, losses, window=max(1, run.last_step // 20)), **style)
         gradient.plot(*run.column("train", "gradient_norm"), **{**style, "linewidth": 0.9})
         feature.plot(*run.column("probe", f"norm/{run.middle_block}"), **style)
         values = run.coefficients()
         kappa.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **style)
     titles = {
-        loss: "Training loss (running mean)",
+        loss: "Training loss (smoothed)",
         feature: "Norm of the middle block on a fixed batch",
         gradient: "Gradient norm",
         kappa: "Coefficients of the long skips",

@@ -37,7 +37,7 @@ def headline(comparison: Comparison) -> str:
     lowest = _best(comparison, "final_loss", "final loss")
     parts = [steadiest] * comparison.same_probes + [lowest] * comparison.same_loss
     if text := "; ".join(part for part in parts if part):
-        return f"T{text[1:]}." if text.startswith("the ") else f"{text}."  # names of methods keep their case
+        return f"N{text[1:]}." if text.startswith("no method ") else f"{text}."  # names of methods keep their case
     if len(comparison.groups) > 1 and not comparison.same_loss:
         return "These runs are shown side by side but not ranked: what they recorded does not compare."
     only = comparison.groups[0]
@@ -54,9 +54,9 @@ def _best(comparison: Comparison, measure: str, name: str) -> str:
     tied = [group.label for group in ranking[1:] if comparison.difference(group, best, measure).within_noise]
     value = with_sd(comparison.measure(best, measure), digits)
     if len(tied) == len(ranking) - 1:
-        return f"the {name} is equal within noise, {value} at its lowest ({best.label})"
+        return f"no method is clearly apart in {name}; the lowest mean is {value} ({best.label})"
     second = f"{ranking[1].label} ({with_sd(comparison.measure(ranking[1], measure), digits)})"
-    rest = f"with {joined(tied)} within noise" if tied else f"before {second}"
+    rest = f"not clearly apart from {joined(tied)}" if tied else f"before {second}"
     return f"{best.label} has the lowest {name} ({value}), {rest}"
 
 
@@ -92,8 +92,9 @@ def oscillation(comparison: Comparison, group: Group, measure: str = "feature_os
     gradient = measure.startswith("gradient")
     who, what = ("it", "that of its gradient") if gradient else (group.label, "the oscillation of the middle block")
     values = f"{with_sd(old, 3)} to {with_sd(new, 3)} ({percent(new.mean, old.mean)})"
-    if comparison.difference(group, comparison.baseline, measure).within_noise:
-        return f"{who} shows no clear change of {what}: {values}, within the spread of the seeds"
+    difference = comparison.difference(group, comparison.baseline, measure)
+    if difference.within_noise:
+        return f"{who} shows no clear change of {what}: {values}, difference not clear of 0 ({difference.interval()})"
     if abs(new.mean / old.mean - 1) < SAME:
         return f"{who} leaves {what} as it is: {values}"
     return f"{who} {'lowers' if new.mean < old.mean else 'raises'} {what} from {values}"
@@ -110,7 +111,7 @@ def final_loss(comparison: Comparison, group: Group) -> str:
     value = f"{'−' if difference.value < 0 else '+'}{number(abs(difference.value), 2)}"
     how = f"difference {value}, standard error {number(difference.standard_error, 2)}"
     if not difference.clear:
-        return f"final loss equal within noise ({how})"
+        return f"final loss not clearly different ({how}, {difference.interval()})"
     return f"final loss {'lower' if difference.value < 0 else 'higher'}, {with_sd(new)} against {with_sd(old)} ({how})"
 
 
@@ -124,8 +125,9 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
     if step is None:
         return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, which do not compare"
     new, old = (comparison.measure(g, metric) for g in both)
-    unclear = comparison.difference(group, comparison.baseline, metric).within_noise
-    change = percent(new.mean, old.mean) + (", within the spread of the seeds" if unclear else "")
+    difference = comparison.difference(group, comparison.baseline, metric)
+    change = percent(new.mean, old.mean)
+    change += f", difference not clear of 0: {difference.interval()}" if difference.within_noise else ""
     return f"{name} {with_sd(new)} against {with_sd(old)} ({change}) at step {count(step)}"
 
 
@@ -153,7 +155,7 @@ def smoothing(comparison: Comparison) -> str:
     """What the lines of the loss charts are."""
     texts = {False: "faint lines are the recorded values", True: "lines are means over seeds, shaded by ± sd"}
     parts = [texts[several] for several in sorted({len(group.runs) > 1 for group in comparison.groups})]
-    return f"Running mean over {count(comparison.window)} steps; {joined(parts)}."
+    return f"Mean over {count(comparison.window)} steps around each one; {joined(parts)}."
 
 
 def target(race: Race) -> str:

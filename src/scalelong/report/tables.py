@@ -15,7 +15,7 @@ from pathlib import Path
 from scalelong.files import write_text
 from scalelong.report import sentences
 from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
-from scalelong.report.groups import Group
+from scalelong.report.groups import Group, seeds_text
 from scalelong.report.numbers import (
     UNKNOWN,
     UNRESOLVED,
@@ -52,12 +52,11 @@ def measures_table(comparison: Comparison) -> Rows:
     """Mean ± sd over seeds of every measure that some run has."""
     shown = [name for name in MEASURES if comparison.ranking(name)]
     metrics = comparison.metrics if comparison.same_data else ()
-    rows = [["method", "seeds", *(MEASURES[name][0] for name in shown), *map(comparison.heading, metrics)]]
+    rows = [["method", "trained with", *(MEASURES[name][0] for name in shown), *map(comparison.heading, metrics)]]
     columns: list[str | Metric] = [*shown, *metrics]
     for group in comparison.groups:
         cells = [_cell(comparison, group, measure) for measure in columns]
-        seeds = ", ".join(map(str, group.seeds)) if len(group.runs) <= 4 else f"{len(group.runs)} seeds"
-        rows.append([group.label, seeds, *cells])
+        rows.append([group.label, seeds_text(group.seeds), *cells])
     return rows
 
 

@@ -94,8 +94,10 @@ PRESETS: Mapping[str, RunConfig] = {
     "coco-unet": replace(_COCO, model=ModelSettings("unet", channels=(224, 448, 448, 672))),
 }
 
-# Shape and conditioning of data that the user provides, for estimates before it is there.
+# Shape and conditioning of data that is fetched or that the user provides, for estimates before it is there.
 EXPECTED: Mapping[str, tuple[tuple[int, int, int], Conditioning]] = {
+    "cifar10": ((3, 32, 32), Conditioning(num_classes=10, null_class=True)),
+    "fashion_mnist": ((1, 28, 28), Conditioning(num_classes=10, null_class=True)),
     "celeba:data/celeba": ((3, 64, 64), Conditioning()),
     "imagenet64:data/imagenet64": ((3, 64, 64), Conditioning(num_classes=1000, null_class=True)),
     "latents:data/emoji32-latents": ((4, 16, 16), Conditioning()),

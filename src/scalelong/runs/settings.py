@@ -129,7 +129,7 @@ class TrainingSettings:
     batch_size: int = 128  # over all ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    compile: Literal["off", "default", "reduce-overhead"] = "off"
+    compile: Literal["off", "default", "reduce-overhead"] = "off"  # on a GPU; a CPU would compile for a minute
     ema_decay: float = 0.9999  # warmed up: min(ema_decay, (1 + step) / (10 + step))
     seed: int = 0
     log_every: int = 50

@@ -102,7 +102,7 @@ def _checked_changes(
                 allowed = max(allowed, torch.finfo(dtype).eps) if tolerance is None else tolerance
             copies.scaling.values = tuple(value if i <= skip.index else 1.0 for i, value in enumerate(values, start=1))
             expected, folded = (run(each, copies.call, gradients=False) for each in (copies.hooked, plain))
-            _compare(expected["outputs"][0].double(), folded["outputs"][0].double(), skip, kappa, allowed)
+            _compare(expected["outputs"][0].cpu().double(), folded["outputs"][0].cpu().double(), skip, kappa, allowed)
             yield from ((each, kappa) for each in columns)
 
 

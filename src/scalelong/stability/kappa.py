@@ -21,6 +21,7 @@ from torch import Tensor
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
 from scalelong.files import atomic_write
+from scalelong.report.colours import BLUE, ORANGE, PINK
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
@@ -221,16 +222,16 @@ def plot(found: Recommendation, title: str, path: Path) -> None:
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     low, high = found.sum_interval
-    left.hist([ratio for ratio in found.ratios if ratio <= 2 * high], 60, color="tab:blue", alpha=0.8)
-    left.axvline(low, color="tab:orange", label=f"mean {low:.2f}")
-    left.axvline(high, color="tab:red", label=f"97% quantile {high:.2f}")
+    left.hist([ratio for ratio in found.ratios if ratio <= 2 * high], 60, color=BLUE, alpha=0.8)
+    left.axvline(low, color=ORANGE, label=f"mean {low:.2f}")
+    left.axvline(high, color=PINK, label=f"97% quantile {high:.2f}")
     left.set(xlabel="||target||² / ||x_t||²", ylabel="samples")
     grid = [i / 200 for i in range(201)]
-    right.plot(grid, [sum_of_squares(kappa, found.num_skips) for kappa in grid], color="tab:blue")
-    right.axhspan(low, high, color="tab:orange", alpha=0.2, label="interval for the sum")
-    right.axvspan(*found.kappa_interval, color="tab:blue", alpha=0.12, label="interval for κ")
+    right.plot(grid, [sum_of_squares(kappa, found.num_skips) for kappa in grid], color=BLUE)
+    right.axhspan(low, high, color=ORANGE, alpha=0.2, label="interval for the sum")
+    right.axvspan(*found.kappa_interval, color=BLUE, alpha=0.12, label="interval for κ")
     chosen, label = sum_of_squares(found.kappa, found.num_skips), f"recommended κ = {found.kappa:g}"
-    right.plot(found.kappa, chosen, "o", color="tab:red", label=label)
+    right.plot(found.kappa, chosen, "o", color=PINK, label=label)
     right.set(xlabel="κ", ylabel="Σ κ^(2(i-1))", ylim=(0.5, max(found.num_skips, high) * 1.05))
     for axes, text in ((left, title), (right, f"CS with N = {found.num_skips} skips")):
         axes.set_title(text, fontsize=10.5, loc="left")

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from scalelong.errors import StoppedError
+from scalelong.progress import Progress, hide
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
 from scalelong.runs.settings import RunConfig
@@ -61,11 +61,16 @@ def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
     """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(configs), cores), spawn, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(min(len(configs), cores), spawn, _start_worker) as pool:
         futures = [pool.submit(_train, config, out / name) for name, config in configs.items()]
         _show_progress(futures, configs, out)
         for future in futures:
             future.result()
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    hide()  # the parent shows a bar for each run
 
 
 def _train(config: RunConfig, folder: Path) -> int | None:
@@ -80,7 +85,7 @@ def _train(config: RunConfig, folder: Path) -> int | None:
 def _show_progress(futures: Sequence[Future[int | None]], configs: Mapping[str, RunConfig], out: Path) -> None:
     """Progress bars, read from the records of the runs."""
     bars = {
-        name: tqdm(total=config.training.steps, desc=name.ljust(6), unit="step", position=i, disable=None)
+        name: Progress(total=config.training.steps, desc=name.ljust(6), unit="step", position=i)
         for i, (name, config) in enumerate(configs.items())
     }
     done = False
@@ -89,7 +94,7 @@ def _show_progress(futures: Sequence[Future[int | None]], configs: Mapping[str, 
         for name, bar in bars.items():
             if (out / name / METRICS).is_file():
                 records = [record for record in read_events(out / name)[0] if record["kind"] == "train"]
-                if records:
+                if records and records[-1]["step"] > bar.n:
                     bar.set_postfix(loss=f"{records[-1]['loss']:.4f}", refresh=False)
                     bar.update(records[-1]["step"] - bar.n)
         time.sleep(0 if done else 0.5)

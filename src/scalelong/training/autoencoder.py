@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from scalelong.backbones.autoencoder import small_autoencoder
 from scalelong.data import Source, make_loader, to_uint8
 from scalelong.data.images import save_grid
 from scalelong.files import atomic_folder
+from scalelong.progress import Progress
 from scalelong.random import normal
 from scalelong.runs import METRICS
 from scalelong.runs.validation import check_values
@@ -83,7 +83,7 @@ def _train(model: Any, source: Source, settings: AutoencoderSettings, folder: Pa
     loader = make_loader(source, settings.seed, model.device, flip=settings.flip)
     size = settings.batch_size
     batches = loader.batches(torch.arange(step * size, (step + 1) * size) for step in range(settings.steps))
-    progress = tqdm(batches, total=settings.steps, unit="step", desc="autoencoder", disable=None)
+    progress = Progress(batches, total=settings.steps, unit="step", desc="autoencoder")
     with progress as bar, (folder / METRICS).open("w") as metrics:
         for step, batch in enumerate(bar, 1):
             # a short linear warm-up, then a cosine to zero

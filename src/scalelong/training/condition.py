@@ -16,6 +16,7 @@ from torch import Tensor
 from scalelong.data import Batch, Source, sample_to_item
 from scalelong.data.text import TextEncoder, encode_text
 from scalelong.diffusion.process import per_sample
+from scalelong.errors import did_you_mean
 from scalelong.random import uniform
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings
 
@@ -103,15 +104,19 @@ def make_condition(config: RunConfig, source: Source, device: torch.device) -> C
 
 
 def choose_classes(config: RunConfig, known: Conditioning, chosen: Sequence[str], device: torch.device) -> Condition:
-    """Sample these classes, by number or by name, in turn; none chosen: every class in turn."""
+    """Sample these classes, by number or by name or the class "null", in turn; none chosen: every class in turn."""
     settings = config.condition
     if settings.kind != "class":
         raise ValueError(f"classes: the run's condition is {settings.kind}; leave them out")
     numbers = {str(i): i for i in range(known.num_classes)} | {name: i for i, name in enumerate(known.class_names)}
+    if known.null_class:
+        numbers = {"null": known.num_classes, **numbers}
     for name in chosen:
         if name.strip() not in numbers:
             names = f", or a name such as {known.class_names[0]!r}" if known.class_names else ""
-            raise ValueError(f"classes: there is no {name!r}; give 0 .. {known.num_classes - 1}{names}")
+            names += ", or null for none" if known.null_class else ""
+            near = did_you_mean(name.strip(), [each for each in numbers if not each.isdigit()])
+            raise ValueError(f"classes: there is no {name!r}; {near}give 0 .. {known.num_classes - 1}{names}")
     choices = torch.tensor([numbers[name.strip()] for name in chosen] or range(known.num_classes), device=device)
     null = torch.tensor(known.num_classes, device=device) if known.null_class else None
     return Condition(device, known, "class_labels", None, choices, null, settings.drop, config.training.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import os
 import platform
 import shlex
 import signal
@@ -18,7 +19,6 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from scalelong.backbones.unet import model_inputs
 from scalelong.data import Batch, make_loader
@@ -27,6 +27,7 @@ from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.failpoints import failpoint, protected
 from scalelong.files import inside
+from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
 from scalelong.runs.events import CHECKPOINT_KIND, Events
@@ -70,6 +71,8 @@ class Trainer:
     def __init__(self, config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> None:
         self.ranks = Ranks(config.training.rank_timeout)
         self.device = self.ranks.device
+        if "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and self.device.type == "cpu":
+            logger.warning("accelerate launch starts one process on a CPU; for N ranks use torchrun --nproc-per-node N")
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
@@ -113,8 +116,8 @@ class Trainer:
             if not resumed and "rewind" in (training.on_nonfinite, training.on_spike):
                 self._save()  # something to rewind to
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
-            hide = None if is_main else True
-            self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
+            bar = {"total": training.steps, "initial": self.step, "unit": "step", "desc": self.folder.name}
+            self._bar = Progress(**bar, disable=not is_main)
             with self._bar, self._stop_signals():
                 self._train()
         except (NonFiniteError, CheckpointError):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from scalelong import skips
 from scalelong.backbones import as_network, fused
@@ -25,6 +24,7 @@ from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.errors import require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
+from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
@@ -103,6 +103,8 @@ def load_run(
     torch.Size([3, 1, 8, 8])
     """
     folder = Path(folder)
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device: must be cpu or cuda, got {device}; sampling needs float64 on the device, use cpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
     config, model, *about = (_load_exported if is_exported(folder) else _load_checkpoint)(folder, weights, step)
@@ -192,20 +194,31 @@ def sample_batches(
     context = autocast(device, DTYPES[settings.precision])
     fast = device.type == "cuda" and settings.precision != "fp32"
     size = min(settings.batch_size, len(chosen))
+    parts = torch.split(chosen, size) if size else ()
+    expected = len(parts) * settings.steps * (2 if settings.sampler == "heun" else 1)  # calls of the network
 
     def batches() -> Iterator[Tensor]:
-        with tqdm(total=len(chosen), desc="sample", unit="img", disable=None if progress else True) as bar:
-            for index in torch.split(chosen, size) if size else ():
+        calls = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:  # progress inside a batch, which may take minutes
+            nonlocal calls
+            calls += 1
+            bar.update(calls * len(chosen) // expected - bar.n)
+            return net(*args, **kwargs)
+
+        with Progress(total=len(chosen), desc="sample", unit="img", disable=not progress) as bar:
+            for index in parts:
                 padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
                 with evaluating(module), context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
-                    images = sample(objective, net, (seed, padded, shape), settings, null=null, **given)[: len(index)]
+                    start = (seed, padded, shape)
+                    images = sample(objective, counted, start, settings, null=null, **given)[: len(index)]
                 good = images.flatten(1).isfinite().all(dim=1).cpu()
                 if not good.all():
                     bad = f"{(~good).sum()} of {len(good)} images are not finite, the first is image {index[~good][0]}"
                     raise ValueError(f"sampling: {bad}; the network has diverged, or sampling.precision is too low")
                 yield to_pixels(images).cpu()
-                bar.update(len(index))
+            bar.update(len(chosen) - bar.n)
 
     return batches()  # the checks above are made at once, not with the first batch
 

@@ -171,7 +171,9 @@ class _ScaleOperand(CountingMode):
             args = (operands, *args[1:]) if JOIN_OPS[name] == "cat" else tuple(operands)
         result = func(*args, **kwargs)
         if self.op in self.watched:
-            self.outputs[self.op] = torch.cat([tensor.detach().double().flatten() for tensor in tensors_in(result)])
+            self.outputs[self.op] = torch.cat(
+                [tensor.detach().cpu().double().flatten() for tensor in tensors_in(result)]
+            )
         return result
 
 
