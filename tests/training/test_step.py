@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from scalelong.training import NonFiniteError
+from scalelong.training.build import build_model
 from scalelong.training.step import (
     EMA,
     Guard,
     describe,
     find_suspects,
     learning_rate,
+    make_optimizers,
     resolve_precision,
     sample_indices,
 )
@@ -81,3 +83,15 @@ def test_each_policy_does_what_it_says() -> None:
     again.restore(rewind.state())
     assert again.avoid == {3}
     assert again.rewinds == 1
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    model = build_model(tiny(scaling_method="ls"), (1, 8, 8))
+    settings = tiny(optimizer_name="muon").optimizer
+    adamw, muon = make_optimizers(settings, model, torch.device("cpu"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    others = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert matrices | others == set(names.values()) and not matrices & others
+    assert {"in_blocks.0.attn.qkv.weight", "out_blocks.0.skip_linear.weight"} < matrices
+    assert {"decoder_pred.weight", "pos_embed", "patch_embed.proj.weight", "norm.weight"} < others

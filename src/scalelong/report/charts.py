@@ -48,6 +48,7 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
     speed = _curves(comparison, methodcaller("column", "train", "images_per_second"), limit)
     charts = [
         *_loss_charts(comparison, limit),
+        *_validation_charts(comparison, limit),
         *_quality_charts(comparison, limit),
         *_oscillation_charts(comparison, limit),
         _coefficient_chart(comparison),
@@ -66,6 +67,23 @@ def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
     return [
         Chart("loss-steps", "Loss against steps", "step", "loss", steps, log=log, top=top),
         Chart("loss-time", "Loss against time", "training time", "loss", seconds, "seconds", log=log, top=top),
+    ]
+
+
+def _validation_charts(comparison: Comparison, limit: int) -> list[Chart]:
+    """The validation loss against steps, and at its last record by bin of noise relative to the baseline's."""
+    if not comparison.same_validation:
+        return []
+    curves = _curves(comparison, methodcaller("column", "validation", "loss"), limit)
+    log, top = _y_axis([value for series in curves for value in series["y"]])
+    relative = []
+    for i, group in enumerate(comparison.groups):
+        gaps = [100 * gap for gap in comparison.noise_gaps(group)]
+        relative.append(_points(i, range(1, len(gaps) + 1), gaps))
+    about = ("Validation loss by noise", "tenth of the training times (1 = least noise)", "% against the baseline")
+    return [
+        Chart("validation-steps", "Validation loss", "step", "loss", curves, log=log, top=top),
+        Chart("validation-bins", *about, relative, "index", dots=True),
     ]
 
 

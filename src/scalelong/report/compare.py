@@ -114,6 +114,12 @@ class Comparison:
         return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
+    def same_validation(self) -> bool:
+        """True if every validation loss is of the same images, times and noises."""
+        known = {(r.get("split"), r.get("images")) for run in self.runs for r in run.validation}
+        return self.same_loss and len(known) < 2
+
+    @property
     def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
@@ -135,6 +141,14 @@ class Comparison:
         """Running mean of the loss over the last `window` steps."""
         steps, losses = run.column("train", "loss", upto)
         return steps, running_mean(steps, losses, self.window)
+
+    def noise_gaps(self, group: Group) -> list[float]:
+        """Validation loss in each bin of noise against the baseline's, (a - b) / b of the means over seeds."""
+        both = [[bins for run in g.runs if (bins := run.noise_bins(self.horizon))] for g in (group, self.baseline)]
+        if not all(both) or not self.same_validation:
+            return []
+        mine, theirs = ([sum(column) / len(column) for column in zip(*own, strict=True)] for own in both)
+        return [a / b - 1 for a, b in zip(mine, theirs, strict=True)]
 
     def ranking(self, measure: str) -> list[Group]:
         """The groups that have the measure, lowest mean first."""
@@ -208,7 +222,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         raise ValueError("runs: none given; name the folders that training wrote")
     horizon = min(run.last_step for run in runs)
     same_data = all(_same_data(run, other) for run, other in combinations(runs, 2))
-    loss = {(run.config.diffusion.process, run.config.diffusion.prediction) for run in runs}
+    loss = {run.config.diffusion for run in runs}
     return Comparison(
         groups=tuple(group_runs(runs)),
         horizon=horizon,

@@ -129,6 +129,18 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
     return f"{name} {with_sd(new)} against {with_sd(old)} ({change}) at step {count(step)}"
 
 
+def noise_bins(comparison: Comparison) -> list[str]:
+    """cs 0.7: validation loss −1.2% to +0.4% against none over ten bins of noise, lowest in bin 9, highest in bin 1"""
+    found = []
+    for group in comparison.groups:
+        gaps = comparison.noise_gaps(group) if group is not comparison.baseline else []
+        if gaps:
+            low, high = min(gaps), max(gaps)
+            bounds = f"{percent(1 + low, 1)} (bin {gaps.index(low) + 1}) to {percent(1 + high, 1)} (bin {gaps.index(high) + 1})"
+            found.append(f"{group.label}: {bounds} of {comparison.baseline.label}, over {len(gaps)} bins of noise.")
+    return found
+
+
 def qualities(comparison: Comparison) -> list[str]:
     """One sentence for each metric, or why there is none."""
     if not comparison.metrics:

@@ -181,8 +181,7 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
             "cannot be compared between them, so none of them is ranked and the quality is not plotted."
         )
     elif not comparison.same_loss:
-        objectives = {(run.config.diffusion.process, run.config.diffusion.prediction or "the default") for run in runs}
-        kinds = sorted(f"{process}, predicting {prediction}" for process, prediction in objectives)
+        kinds = sorted({_objective(run) for run in runs})
         found.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
@@ -208,6 +207,12 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
                 f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
             )
     return found
+
+
+def _objective(run: Run) -> str:
+    diffusion = run.config.diffusion
+    weighting = f", min-SNR {diffusion.min_snr_gamma:g}" if diffusion.min_snr_gamma else ""
+    return f"{diffusion.process}, predicting {diffusion.prediction or 'the default'}{weighting}"
 
 
 def _about_run(run: Run) -> list[str]:

@@ -22,6 +22,7 @@ Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
 LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
+NOISE_BINS = 10  # of the validation loss
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
 
 
@@ -82,6 +83,7 @@ class Run:
     damaged_lines: int
     start: tuple[Record, ...] = ()
     evaluations: tuple[Measurement, ...] = ()
+    validation: tuple[Record, ...] = ()
     _columns: dict[tuple[str, str], Column] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -161,6 +163,14 @@ class Run:
         """Median of the images per second, so that a pause does not count."""
         return median(self.column("train", "images_per_second", upto)[1] or [math.nan])
 
+    def noise_bins(self, upto: int | None = None) -> list[float]:
+        """The last validation loss in each bin of noise, from little to much; empty where none was recorded."""
+        for record in reversed(self.validation):
+            bins = record.get("bins")
+            if (upto is None or record["step"] <= upto) and isinstance(bins, list) and all(map(_is_number, bins)):
+                return [float(value) for value in bins]
+        return []
+
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
         """Seconds of training at these steps, interpolated between records."""
         known, seconds = self.column("train", "seconds")
@@ -190,7 +200,7 @@ def read_run(folder: str | Path) -> Run:
     if not (folder / METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
     records, damaged = read_events(folder)
-    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": []}
+    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": [], "validation": []}
     for record in records:
         kind = record.get("kind")
         try:
@@ -202,7 +212,8 @@ def read_run(folder: str | Path) -> Run:
     if not kinds["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in kinds["evaluation"] if math.isfinite(evaluation.value))
-    return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
+    start, validation = tuple(kinds["start"]), tuple(kinds["validation"])
+    return Run(folder, config, kinds["train"], kinds["probe"], damaged, start, finite, validation)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:

@@ -15,7 +15,7 @@ from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import require
 from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, dotted
-from scalelong.scaling.registry import ScalingConfig
+from scalelong.scaling.registry import METHODS, ScalingConfig
 
 UNCONDITIONAL = Conditioning()
 _LEAST = {  # other numbers of these parts must be at least 0
@@ -38,12 +38,15 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     """
     condition, optimizer, sampling, training = config.condition, config.optimizer, config.sampling, config.training
     ScalingConfig.create(config.scaling.method, **config.scaling.options())
-    if config.scaling.method == "freeu":
-        raise ValueError("scaling.method: 'freeu' is for sampling from a trained model; train with another method")
+    method = config.scaling.method
+    if METHODS[method].sampling_only:
+        raise ValueError(f"scaling.method: {method!r} is for sampling from a trained model; train with another method")
     resolve_sampling(sampling, build_objective(config).process)
     for key, value in dotted(config).items():
         if isinstance(value, int | float) and not key.startswith(("scaling.", "sampling.")):
             require(value >= _LEAST.get(key, 0), key, f"at least {_LEAST.get(key, 0)}", value)
+    if optimizer.name == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"optimizer.name: muon needs torch 2.9 or newer, this is {torch.__version__}; use adamw")
     require(optimizer.lr > 0, "optimizer.lr", "positive", optimizer.lr)
     require(all(0 <= beta < 1 for beta in optimizer.betas), "optimizer.betas", "in [0, 1)", optimizer.betas)
     require(0 <= training.ema_decay < 1, "training.ema_decay", "in [0, 1)", training.ema_decay)
@@ -79,7 +82,8 @@ def build_source(config: RunConfig) -> Source:
 
 
 def build_objective(config: RunConfig) -> Objective:
-    return Objective(get_process(config.diffusion.process), config.diffusion.prediction)
+    diffusion = config.diffusion
+    return Objective(get_process(diffusion.process), diffusion.prediction, diffusion.min_snr_gamma)
 
 
 def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UNCONDITIONAL) -> nn.Module:
