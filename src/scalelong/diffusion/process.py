@@ -1,6 +1,6 @@
 """How noise is added to an image: x_t = alpha(t) x_0 + sigma(t) eps.
 
-A process has its own time t: [0, 1] for the VP-SDE, the cosine schedule and flow matching, the index 0..T-1 for DDPM, sigma for EDM.
+A process has its own time t: the index 0..T-1 for DDPM, sigma for EDM, [0, 1] for the others.
 Schedules are computed in float32 (float64 when t is float64), never lower. Shapes: t, u, alpha, sigma are (B,).
 """
 

@@ -150,6 +150,7 @@ def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSe
     require(settings.count >= 1, "sampling.count", "at least 1", settings.count)
     require(settings.batch_size >= 1, "sampling.batch_size", "at least 1", settings.batch_size)
     require(math.isfinite(guidance) and guidance >= 0, "sampling.guidance", "at least 0 (1: none)", guidance)
+    require(0 < settings.skip_tuning <= 2, "sampling.skip_tuning", "in (0, 2] (1: none)", settings.skip_tuning)
     require(0 <= low < high, "sampling.guidance_interval", "0 <= low < high", (low, high))
     if settings.precision not in get_args(SamplingPrecision):
         raise unknown_name("sampling.precision", settings.precision, get_args(SamplingPrecision))

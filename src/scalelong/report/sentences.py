@@ -136,8 +136,10 @@ def noise_bins(comparison: Comparison) -> list[str]:
         gaps = comparison.noise_gaps(group) if group is not comparison.baseline else []
         if gaps:
             low, high = min(gaps), max(gaps)
-            bounds = f"{percent(1 + low, 1)} (bin {gaps.index(low) + 1}) to {percent(1 + high, 1)} (bin {gaps.index(high) + 1})"
-            found.append(f"{group.label}: {bounds} of {comparison.baseline.label}, over {len(gaps)} bins of noise.")
+            lowest, highest = (f"{percent(1 + gap, 1)} (bin {gaps.index(gap) + 1})" for gap in (low, high))
+            found.append(
+                f"{group.label}: {lowest} to {highest} against {comparison.baseline.label}, over {len(gaps)} bins of noise."
+            )
     return found
 
 

@@ -275,7 +275,7 @@ def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     high = math.inf if high is None else high  # JSON has no infinity
     for key in ("sampler", "precision", "clip"):
         _check(isinstance(known[key], type(default[key])))
-    numbers = [known["guidance"], low, 0 if high == math.inf else high]
+    numbers = [known["guidance"], known["skip_tuning"], low, 0 if high == math.inf else high]
     _check(_is_count(known["steps"]), *map(_is_number, numbers))
     guided = known["guidance"] != 1
     return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})

@@ -162,6 +162,7 @@ class SamplingSettings:
     clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
     guidance: float = 1.0  # scale of classifier-free guidance; 1: none
     guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
+    skip_tuning: float = 1.0  # shrink the skips, linearly down to this for the innermost (Skip-Tuning); 1: do not
     precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
     batch_size: int = 500
     compile: bool = False  # compile the denoiser; pays off from some thousand images on

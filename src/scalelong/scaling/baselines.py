@@ -60,6 +60,31 @@ class SkipTuning(ConstantScaling):
         return super().coefficient(index, skip)
 
 
+class TunedScaling(Scaling):
+    """Skip-Tuning on top of the scaling that a model was trained with."""
+
+    def __init__(self, base: Scaling, inner: float) -> None:
+        super().__init__(base.num_skips)
+        self.base, self.values = base, tuning_coefficients(base.num_skips, inner)
+        self.config, self.fusible, self.changes_main = base.config, base.fusible, base.changes_main
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        return self.base.coefficient(index, skip) * self.values[index - 1]
+
+    def forward(self, index: int, skip: Tensor) -> Tensor:
+        scaled: Tensor = self.base(index, skip)
+        return scaled * self.values[index - 1]
+
+    def scale_main(self, index: int, main: Tensor) -> Tensor:
+        return self.base.scale_main(index, main)
+
+    def scale_branch(self, block: int, output: Tensor) -> Tensor:
+        return self.base.scale_branch(block, output)
+
+    def current(self) -> list[float]:
+        return [kappa * value for kappa, value in zip(self.base.current(), self.values, strict=True)]
+
+
 def tuning_coefficients(num_skips: int, inner: float, outer: float = 1.0) -> list[float]:
     """Skip-Tuning (Ma et al. 2024): a line from the outermost skip to the innermost.
 

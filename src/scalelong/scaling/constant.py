@@ -180,8 +180,12 @@ class AnnealedScaling(Scaling):
     now: Tensor
 
     def __init__(
-        self, sizes: Sequence[SkipSize], kappa: float = 0.7, allow_amplify: bool = False, anneal_steps: int = 10_000
-    ) -> None:  # allow_amplify: checked by the registry
+        self,
+        sizes: Sequence[SkipSize],
+        kappa: float = 0.7,
+        allow_amplify: bool = False,  # noqa: ARG002
+        anneal_steps: int = 10_000,
+    ) -> None:
         super().__init__(len(sizes))
         self.kappa_at_end, self.anneal_steps = kappa, anneal_steps
         self.add_constants("kappa", constant_coefficients(len(sizes), kappa))

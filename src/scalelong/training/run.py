@@ -26,6 +26,8 @@ from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.scaling.baselines import TunedScaling
+from scalelong.skips.hooks import replace_scaling, scaling_of
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
@@ -180,7 +182,8 @@ def sample_batches(
         with tqdm(total=len(chosen), desc="sample", unit="img", disable=None if progress else True) as bar:
             for index in torch.split(chosen, size) if size else ():
                 padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
-                with evaluating(module), context, fused.inference(module, enabled=fast):
+                tuned = skip_tuned(module, settings.skip_tuning)
+                with evaluating(module), tuned, context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
                     images = sample(objective, net, (seed, padded, shape), settings, null=null, **given)[: len(index)]
                 good = images.flatten(1).isfinite().all(dim=1).cpu()
@@ -191,6 +194,20 @@ def sample_batches(
                 bar.update(len(index))
 
     return batches()  # the checks above are made at once, not with the first batch
+
+
+@contextmanager
+def skip_tuned(module: nn.Module | None, inner: float) -> Iterator[None]:
+    """Shrink the skips of a scaled model inside, linearly down to `inner` for the innermost (Skip-Tuning)."""
+    if inner == 1 or module is None:
+        yield
+        return
+    scaling = scaling_of(module)
+    replace_scaling(module, TunedScaling(scaling, inner))
+    try:
+        yield
+    finally:
+        replace_scaling(module, scaling)
 
 
 @contextmanager
