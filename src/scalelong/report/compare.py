@@ -10,6 +10,7 @@ from itertools import combinations
 from scalelong.errors import unknown_name
 from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
 from scalelong.report.numbers import Difference, Estimate, difference, estimate, running_mean
+from scalelong.report.speedup import Curve, SpeedUp, speed_up
 from scalelong.runs.reader import Column, Metric, Run
 
 MEASURES: dict[str, tuple[str, Callable[[Run, int], float]]] = {  # name -> heading, and value up to a step
@@ -168,6 +169,37 @@ class Comparison:
             paired = group.seeds == other.seeds
         return difference(a, b, paired)
 
+    def speed_ups(self, measure: str | Metric) -> list[tuple[Group, SpeedUp]]:
+        """The speed-up curve of each method over the baseline by "loss" (running mean), "validation" or a metric."""
+        comparable = self.same_data if isinstance(measure, Metric) else self.same_loss
+        if measure == "validation":
+            comparable = self.same_validation
+        found = []
+        for group in self.groups if comparable else ():
+            if group is not self.baseline:
+                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in _paired(group, self.baseline)]
+                if (one := speed_up(pairs)) is not None:
+                    found.append((group, one))
+        return found
+
+    def _curve(self, run: Run, measure: str | Metric) -> Curve:
+        if isinstance(measure, Metric):
+            steps, values = run.quality(measure)
+        elif measure == "validation":
+            steps, values = run.column("validation", "loss")
+        else:
+            steps, values = self.smoothed_loss(run)
+            full = next((i for i, step in enumerate(steps) if step >= self.window), 0)  # where the window is full
+            steps, values = steps[full:], values[full:]
+        return Curve(steps, values, run.seconds_at(steps))
+
+    def all_speed_ups(self) -> dict[str, list[tuple[Group, SpeedUp]]]:
+        """Every speed-up that can be computed, by what it is measured in."""
+        measures: dict[str, str | Metric] = {"validation loss": "validation", "loss": "loss"}
+        measures |= {self.heading(metric): metric for metric in self.metrics}
+        found = {name: self.speed_ups(measure) for name, measure in measures.items()}
+        return {name: own for name, own in found.items() if own}
+
     def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
         """The race to a loss and those to a value of each metric, as far as they compare."""
         metrics = [self.metric_race(metric, metric_value) for metric in self.metrics]
@@ -232,6 +264,13 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         same_probes=same_data and len({run.probe_interval for run in runs if run.probe_interval}) < 2,
         metrics=tuple(metrics_of(runs)),
     )
+
+
+def _paired(group: Group, other: Group) -> list[tuple[Run, Run]]:
+    """Runs of equal seeds; where no seed is shared, in order."""
+    by_seed = {run.seed: run for run in other.runs}
+    same = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]
+    return same or list(zip(group.runs, other.runs, strict=False))
 
 
 def _same_data(run: Run, other: Run) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from scalelong.report.compare import Arrivals, Comparison, Pair, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
+from scalelong.report.speedup import describe
 from scalelong.runs.reader import Metric
 
 SAME = 0.01  # relative changes below this are called none
@@ -183,6 +184,15 @@ def target(race: Race) -> str:
     if race.sparse:
         text += f" Runs arrive between two evaluations; where these intervals overlap, the speed-up is {UNRESOLVED}."
     return text
+
+
+def speed_ups(comparison: Comparison) -> list[str]:
+    """Where each method draws ahead of the baseline, and how much sooner it is there; or that it is not."""
+    return [
+        describe(group.label, comparison.baseline.label, what, found)
+        for what, own in comparison.all_speed_ups().items()
+        for group, found in own
+    ]
 
 
 def sample_grids(films: Sequence[Any]) -> str:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from scalelong.files import write_text
-from scalelong.report import sentences
+from scalelong.report import sentences, speedup
 from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
 from scalelong.report.groups import Group
 from scalelong.report.numbers import (
@@ -42,9 +42,13 @@ def summary(comparison: Comparison, races: Sequence[Race], refused: Sequence[str
         why = race.protocol if race.asked else f"{race.protocol}; the worst value that any run ends with"
         parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
+    for what, own in comparison.all_speed_ups().items():
+        parts.append(f"Speed-up in steps over {comparison.baseline.label}, by {what}:")
+        parts.append(aligned(speedup.table([(group.label, one) for group, one in own], comparison.baseline.label)))
+    parts.append("\n".join(sentences.speed_ups(comparison)))
     found = [text for _, text in sentences.findings(comparison, races[0] if races else None)]
     parts.append("\n".join([*found, sentences.seeds(comparison), *notes(comparison, refused)]))
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def measures_table(comparison: Comparison) -> Rows:
