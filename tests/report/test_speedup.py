@@ -47,7 +47,10 @@ def test_a_method_that_never_arrives_is_said_to() -> None:
     assert found is not None
     assert found.lead.behind_until == found.lead.last == 40
     text = describe("ls", "none", "FID", found)
-    assert text == "ls, FID: behind none to the end (+100% at step 40); the best FID of none (1.000) is not reached."
+    assert (
+        text
+        == "ls, FID: behind none to the end (+100% at step 40); the best FID of none (1.000) is not reached in 40 steps."
+    )
     assert table([("ls", found)], "none") == [
         ["method", "none at 10: 4.000", "none at 20: 3.000", "none at 30: 2.000", "none at 40: 1.000"],
         ["ls", "0.50×", "0.67×", "0.75×", "not reached"],

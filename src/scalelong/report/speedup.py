@@ -112,10 +112,10 @@ def speed_up(pairs: Sequence[tuple[Curve, Curve]]) -> SpeedUp | None:
 
 
 def _lead(pairs: Sequence[tuple[Curve, Curve]]) -> Lead | None:
-    """Gaps at the steps of the first method that every run covers."""
+    """Gaps at the steps of any run that every run covers, interpolated."""
     first = max(curve.steps[0] for pair in pairs for curve in pair)
     last = min(curve.steps[-1] for pair in pairs for curve in pair)
-    grid = [step for step in pairs[0][0].steps if first <= step <= last]
+    grid = sorted({step for pair in pairs for curve in pair for step in curve.steps if first <= step <= last})
     if not grid:
         return None
     gaps = []
@@ -159,7 +159,8 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     goal = f"the best {what} of {baseline} ({number(found.final)})"
     if reached < seeds:
         who = f" by {seeds - reached} of {seeds} seeds" if seeds > 1 else ""
-        return f"{label}, {what}: {text}; {goal} is not reached{who}."
+        within = f" in {count(min(method.steps[-1] for method, _ in found.pairs))} steps"
+        return f"{label}, {what}: {text}; {goal} is not reached{who}{within}."
     ratio, timed = found.final_speed_up(), estimate(_timed_final(found))
     in_time = f", {times(timed.mean)} in time" if timed.n == seeds else ""
     sd = f" ± {ratio.sd:.2f}" if math.isfinite(ratio.sd) else ""
