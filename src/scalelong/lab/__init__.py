@@ -1,4 +1,5 @@
-"""The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3).
+"""The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3), and what
+scaling is on a U-ViT (`mechanism`).
 
 One module per statement, each with `study(quick, seed)`, which measures and judges, and `figure(data)`, which plots.
 """
@@ -26,7 +27,7 @@ from scalelong.files import write_text
 
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verify_theory", "write"]
 
-STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
+STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34", "mechanism")
 METHOD_COLOURS = {"none": "tab:blue", "universal": "tab:orange", "cs": "tab:green", "cs_reversed": "tab:red"}
 
 
@@ -72,7 +73,7 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(STUDIES), cores), context, torch.set_num_threads, (1,)) as pool:
-        longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
+        longest_first = ("mechanism", "theorem31", "theorem34", "theorem33", "lemma32")
         futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
         return [futures[name].result() for name in STUDIES]
 
