@@ -149,9 +149,10 @@ class Run:
         """Mean loss over the last fifth of the records."""
         return fmean(self.final_losses(upto)[1] or [math.nan])
 
-    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm", after: int = -1) -> float:
-        """Relative oscillation of a block's norm ("norm", on the probe batch) or of its gradient's ("gradient")."""
-        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto, after)
+    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm") -> float:
+        """Relative oscillation of a block's norm (on the probe batch) or gradient ("gradient") after warm-up."""
+        warmup = self.config.optimizer.warmup_steps
+        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto, warmup)
         return relative_oscillation(norms) if len(norms) > 1 else math.nan
 
     def gradient_spread(self, upto: int | None = None) -> float:
