@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
 from scalelong.lab import Finding, Study, finish, judge, panels
+from scalelong.runs.settings import RunConfig
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import apply, remove
+from scalelong.training.build import build_model, build_objective, build_source
 
 KAPPA, ADAM_KAPPA = 0.5, 0.7  # powers of 0.5 would only move exponents, and the identity would be exact
 METHODS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # label, method, options
@@ -144,16 +146,15 @@ def gradient_ratios(depth: int, width: int, seeds: Sequence[int]) -> dict[str, l
                 for block in model.out_blocks:
                     nn.init.xavier_uniform_(block.skip_linear.weight)  # type: ignore[union-attr, arg-type]
             apply(model, method, **options)
-            found[label].append(_gradient_ratio(model, seed))
+            images = 2 * torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) - 1
+            found[label].append(gradient_ratio(model, Objective(VPSDE()), images, seed))
             remove(model)
     return found
 
 
-def _gradient_ratio(model: UViT, seed: int, batch: int = 4) -> float:
-    """On the loss of the noise for images of uniform noise."""
-    objective, shape = Objective(VPSDE()), (3, 32, 32)
-    t, noise = draw_time_and_noise(objective.process, seed, torch.arange(batch), shape)
-    images = 2 * torch.rand(batch, *shape, generator=torch.Generator().manual_seed(seed)) - 1
+def gradient_ratio(model: UViT, objective: Objective, images: Tensor, seed: int) -> float:
+    """|gradient of the middle block| / |gradient of the last block| of the loss on these images."""
+    t, noise = draw_time_and_noise(objective.process, seed, torch.arange(len(images)), images.shape[1:])
     model.zero_grad()
     objective.loss(as_network(model), images, noise, t).mean().backward()
     middle, last = (
@@ -161,6 +162,20 @@ def _gradient_ratio(model: UViT, seed: int, batch: int = 4) -> float:
         for block in (model.mid_block, model.out_blocks[-1])
     )
     return float(middle / last)
+
+
+def start_ratio(config: RunConfig) -> float:
+    """`gradient_ratio` of a run's U-ViT before its first step, on the first 128 images of its data.
+
+    >>> from scalelong.runs.presets import get_preset
+    >>> 0 < start_ratio(get_preset("digits-demo")) < 1
+    True
+    """
+    source = build_source(config)
+    images = source.prepare(source.read_many(range(min(128, len(source)))), 0, torch.arange(128), None)
+    model = build_model(config, source.shape)
+    assert isinstance(model, UViT)
+    return gradient_ratio(model, build_objective(config), images, config.training.seed)
 
 
 def _ratios(depth: int, ratios: Mapping[str, list[float]], width: int) -> Finding:
