@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     diffusion = config.diffusion if config else DiffusionSettings()
     process = get_process(command.process or diffusion.process)
     steps = command.steps if command.steps is not None else config.training.steps if config else None
-    options = {"samples": command.num_samples, "seed": command.seed, "steps": steps}
+    options: dict[str, Any] = {"samples": command.num_samples, "seed": command.seed, "steps": steps}
     recommend = partial(recommend_kappa, source, process, skips, **options)
     found = recommend(prediction=command.prediction or diffusion.prediction)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", command.model).strip("-")

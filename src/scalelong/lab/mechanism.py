@@ -99,7 +99,7 @@ def adam_distances(steps: int = 30, seed: int = 0) -> dict[str, float]:
 
 def _trained(model: UViT, rates: Sequence[float], steps: int, lr: float = 1e-3, decay: float = 0.03) -> Tensor:
     """The output on a fixed input after AdamW steps on fixed batches; decay per step is the same for all weights."""
-    joins: list[Any] = [block.skip_linear for block in reversed(model.out_blocks)]  # type: ignore[union-attr]
+    joins: list[Any] = [block.skip_linear for block in reversed(model.out_blocks)]
     own = {id(join.skip) for join in joins}
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if id(p) not in own]}]
     for join, rate in zip(joins, rates, strict=True):
@@ -156,7 +156,7 @@ def gradient_ratio(model: UViT, objective: Objective, images: Tensor, seed: int)
     """|gradient of the middle block| / |gradient of the last block| of the loss on these images."""
     t, noise = draw_time_and_noise(objective.process, seed, torch.arange(len(images)), images.shape[1:])
     model.zero_grad()
-    objective.loss(as_network(model), images, noise, t).mean().backward()
+    objective.loss(as_network(model), images, noise, t).mean().backward()  # type: ignore[no-untyped-call]
     middle, last = (
         torch.stack([p.grad.norm() for p in block.parameters() if p.grad is not None]).norm()
         for block in (model.mid_block, model.out_blocks[-1])

@@ -55,7 +55,7 @@ class ValidationObserver:
             return None
         trainer, losses = self.trainer, []
         with torch.no_grad(), evaluating(trainer.ema.model), autocast(trainer.device, trainer.stepper.dtype):
-            for index in self.index.split(500):
+            for index in torch.split(self.index, 500):
                 losses.append(self._losses(index).double().cpu())
         bins = torch.cat(losses).view(-1, NOISE_BINS).mean(0).tolist()
         about = {"split": self.split, "images": len(self.index)}
