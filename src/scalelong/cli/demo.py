@@ -11,7 +11,7 @@ import tyro
 
 from scalelong.report import compare_runs, read_run, tables, write_report
 from scalelong.report.compare import Comparison
-from scalelong.report.numbers import number, with_sd
+from scalelong.report.numbers import joined, number, with_sd
 from scalelong.runs.presets import get_preset
 from scalelong.runs.settings import RunConfig
 
@@ -83,14 +83,17 @@ def statements(comparison: Comparison, ratios: Mapping[str, float], configs: Map
     """What holds in every seed; what does not is left out."""
     found, base = [], comparison.baseline
     others = [group for group in comparison.groups if group is not base]
-    for group in others:
-        pairs = zip(_of(group.method, ratios, configs), _of(base.method, ratios, configs), strict=True)
-        least = min(mine / theirs for mine, theirs in pairs)
-        if least >= MORE:
-            found.append(
-                f"- {group.label}: at the start the middle block gets a larger share of the gradient, in every seed at least "
-                f"{MORE:g} times that of the unscaled network: scaled networks use their deep path earlier."
-            )
+    start = {group.label: _of(group.method, ratios, configs) for group in comparison.groups}
+    larger = [
+        group.label
+        for group in others
+        if all(mine >= MORE * theirs for mine, theirs in zip(start[group.label], start[base.label], strict=True))
+    ]
+    if larger:
+        found.append(
+            f"- {joined(larger)}: at the start the middle block gets a larger share of the gradient than without scaling, in "
+            f"every seed at least {MORE:g} times as much."
+        )
     losses = [
         list(zip(*(comparison.per_seed(g, "final_loss") for g in (group, base)), strict=True)) for group in others
     ]
