@@ -49,7 +49,7 @@ def test_a_method_that_never_arrives_is_said_to() -> None:
     text = describe("ls", "none", "FID", found)
     assert (
         text
-        == "ls, FID: behind none to the end (+100% at step 40); the best FID of none (1.000) is not reached in 40 steps."
+        == "ls, FID: behind none at the end (+100% at step 40); the best FID of none (1.000) is not reached in 40 steps."
     )
     assert table([("ls", found)], "none") == [
         ["method", "none at 10: 4.000", "none at 20: 3.000", "none at 30: 2.000", "none at 40: 1.000"],
@@ -65,6 +65,7 @@ def test_seeds_make_a_band_and_late_ones_are_counted() -> None:
     assert (both.n, both.mean) == (2, pytest.approx((20 / 15 + 20 / 30) / 2))
     assert found.at(1.0).n == 1
     assert "is not reached by 1 of 2 seeds" in describe("cs", "none", "loss", found)
+    assert found.lead.within_noise and "within the spread of the seeds" in describe("cs", "none", "loss", found)
     assert table([("cs", found)], "none")[1][-1] == "1.33× (1 of 2 seeds)"
     assert found.qualities[-1] == pytest.approx(2.5)  # the best that every run reaches
 
@@ -87,7 +88,7 @@ def test_compare_and_report_show_it(tmp_path: Path) -> None:
     text = summary(comparison, comparison.races())
     assert "Speed-up in steps over none, by loss:" in text
     assert "cs 0.7, loss: behind none until step 1" in text
-    assert "cs 0.7, FID of 10,000 images: behind none to the end" in text and "is not reached by 2 of 2 seeds" in text
+    assert "cs 0.7, FID of 10,000 images: behind none at the end" in text and "is not reached by 2 of 2 seeds" in text
     charts = make_charts(comparison)
     (curve, reference) = charts["speedup-0"].series
     assert curve["marks"] and curve["x"] == sorted(curve["x"]) and len(curve["low"]) == len(curve["y"])

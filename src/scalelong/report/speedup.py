@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from scalelong.report.numbers import Estimate, count, estimate, joined, number, percent, times
+from scalelong.report.numbers import Estimate, count, difference, estimate, joined, number, percent, times
 
 POINTS = 48  # of a speed-up curve
 
@@ -51,6 +51,7 @@ class Lead:
     behind_until: float  # 0: never behind; `last`: behind at the end
     per_seed: tuple[float, ...]
     gap: Estimate  # (method - baseline) / baseline at the last step, over seeds
+    within_noise: bool  # that gap is not clear of zero over several seeds
 
     @property
     def ahead_at_end(self) -> bool:
@@ -124,7 +125,9 @@ def _lead(pairs: Sequence[tuple[Curve, Curve]]) -> Lead | None:
         gaps.append((mine - theirs) / np.abs(theirs))
     per_seed = tuple(_behind_until(grid, gap.tolist()) for gap in gaps)
     mean = np.mean(gaps, axis=0).tolist()
-    return Lead(grid[-1], _behind_until(grid, mean), per_seed, estimate([float(gap[-1]) for gap in gaps]))
+    last_gaps = [float(gap[-1]) for gap in gaps]
+    unclear = difference(last_gaps, [0.0] * len(last_gaps), paired=True).within_noise
+    return Lead(grid[-1], _behind_until(grid, mean), per_seed, estimate(last_gaps), unclear)
 
 
 def _behind_until(steps: Sequence[float], gaps: Sequence[float]) -> float:
@@ -147,14 +150,16 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     lead, seeds = found.lead, len(found.pairs)
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:
-        spread = f" (seeds: {joined([count(step) if step < lead.last else 'to the end' for step in lead.per_seed])})"
-    gap = f"{percent(1 + lead.gap.mean, 1)} at {end}"
+        spread = f" (seeds: {joined([count(step) if step < lead.last else 'at the end' for step in lead.per_seed])})"
+    gap = f"{percent(1 + lead.gap.mean, 1)} at {end}" + (
+        ", within the spread of the seeds" if lead.within_noise else ""
+    )
     if lead.behind_until == 0:
         text = f"never behind {baseline} ({gap}){spread}"
     elif lead.ahead_at_end:
         text = f"behind {baseline} until step {count(lead.behind_until)}, then ahead ({gap}){spread}"
     else:
-        text = f"behind {baseline} to the end ({gap}){spread}"
+        text = f"behind {baseline} at the end ({gap}){spread}"
     reached = sum(math.isfinite(mine) for mine, _ in found.final_arrivals())
     goal = f"the best {what} of {baseline} ({number(found.final)})"
     if reached < seeds:
