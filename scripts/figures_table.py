@@ -1,4 +1,4 @@
-"""The tables of docs/figures.md, docs/stability.md and docs/conditions.md from the results of the experiments.
+"""The tables of docs/figures.md, claims.md, stability.md and conditions.md from the results of the experiments.
 
 python scripts/figures_table.py            # writes them
 python scripts/figures_table.py --check    # fails if they are not those of the results
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from claims_table import overview
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "experiments" / "results", ROOT / "docs"
@@ -137,6 +139,7 @@ def fill(page: Path, name: str, table: str) -> None:
 def main() -> None:
     for name in FIGURES:
         fill(DOCS / "figures.md", name, claims_table(name))
+    fill(DOCS / "claims.md", "overview", overview())
     fill(DOCS / "stability.md", "rules", rules_table())
     for folder, columns in MEASURED.items():
         fill(DOCS / "conditions.md", folder, measured_table(folder, columns))

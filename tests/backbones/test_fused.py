@@ -98,7 +98,7 @@ def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
 # -------------------------------------------------------------------------------------------------------- the networks
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "freeu"])  # which filters images
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].sampling_only])
 def test_fused_equals_plain(method: str) -> None:
     """And every call anew, so no call writes into what another one needs."""
     model, x, time = _model()

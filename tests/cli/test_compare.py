@@ -89,7 +89,11 @@ def test_bad_input_is_one_clear_line(
 def test_a_preset_is_trained_where_missing_and_then_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare, "get_preset", lambda _: dataclasses.replace(tiny(training_checkpoint_every=2)))
+    monkeypatch.setattr(
+        compare,
+        "get_preset",
+        lambda _: dataclasses.replace(tiny(training_checkpoint_every=2, optimizer_warmup_steps=1)),
+    )
     arguments = ["compare", "--preset", "tiny", "--methods", "none", "ls", "--seeds", "0", "1", "--out", str(tmp_path)]
     assert main([*arguments, "--steps", "4"]) == 0
     assert "feature oscillation" in capsys.readouterr().out

@@ -31,7 +31,7 @@ def image(x: Tensor) -> Tensor:
 def own_time(process: Process, network_time: Tensor) -> Tensor:
     """The process's time, from what the network was fed."""
     match process.name:
-        case "vp" | "cosine":
+        case "vp" | "cosine" | "flow":
             return network_time.double() / 999
         case "ddpm":
             return network_time
@@ -58,7 +58,8 @@ class BestNetwork:
         if process.name == "edm":
             return image(self.edm(flat(x), sigma, process.sigma_data))  # type: ignore[attr-defined]
         x0, noise = self.posterior(flat(x), alpha, sigma)
-        return image({"noise": noise, "x0": x0, "v": alpha * noise - sigma * x0}[self.objective.prediction])
+        targets = {"noise": noise, "x0": x0, "v": alpha * noise - sigma * x0, "flow": noise - x0}
+        return image(targets[self.objective.prediction])
 
     def edm(self, scaled: Tensor, sigma: Tensor, data: float) -> Tensor:
         """F of D(x; sigma) = c_skip x + c_out F(c_in x; c_noise), with EDM's Table 1."""

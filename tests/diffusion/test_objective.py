@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from scalelong.diffusion import DDPM, EDM, VPSDE, Cosine, Objective, draw_time_and_noise
+from scalelong.diffusion import DDPM, EDM, VPSDE, Cosine, Flow, Objective, draw_time_and_noise
 from scalelong.random import normal, uniform
 from tests.diffusion.gaussian_oracle import COVARIANCE, MEAN, SHAPE, VARIANCES, BestNetwork, cubature, flat, image
 
 OBJECTIVES = [Objective(process, p) for process in (VPSDE(), Cosine(), DDPM()) for p in ("noise", "x0", "v")]
-OBJECTIVES += [Objective(EDM()), Objective(EDM(sigma_data=0.8))]
+OBJECTIVES += [Objective(EDM()), Objective(EDM(sigma_data=0.8)), Objective(Flow())]
 TIMES = {"vp": [0.01, 0.2, 0.5, 0.9], "cosine": [0.01, 0.3, 0.9], "ddpm": [3, 200, 700], "edm": [0.01, 0.3, 2.0, 60.0]}
+TIMES["flow"] = [0.01, 0.3, 0.9]
 
 
 def label(objective):
@@ -23,7 +24,8 @@ def target_of(objective, x0, noise, alpha, sigma):
         data = objective.process.sigma_data
         c_skip, c_out = data**2 / (sigma**2 + data**2), sigma * data / (sigma**2 + data**2) ** 0.5
         return (x0 - c_skip * (x0 + sigma * noise)) / c_out
-    return {"noise": noise, "x0": x0, "v": alpha * noise - sigma * x0}[objective.prediction]
+    targets = {"noise": noise, "x0": x0, "v": alpha * noise - sigma * x0, "flow": noise - x0}
+    return targets[objective.prediction]
 
 
 def gaussian_points():
@@ -50,6 +52,8 @@ def test_expected_loss_of_the_best_network_is_the_analytic_one(objective):
             want = want * (alpha / sigma) ** 2
         elif objective.prediction == "v":
             want = want * (alpha**2 / sigma + sigma) ** 2
+        elif objective.prediction == "flow":  # eps - x_0 = (x_t - x_0) / sigma
+            want = want / sigma**2
         elif objective.prediction == "edm":
             data = objective.process.sigma_data
             want = want * (sigma**2 + data**2) / (sigma * data) ** 2
@@ -212,3 +216,17 @@ def test_a_prediction_the_process_has_not_is_refused(process, prediction, words)
         Objective(process, prediction)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("prediction", ["noise", "x0", "v"])
+def test_min_snr_weights_are_those_of_its_paper(prediction):
+    """Hang et al. 2023, Sec. 3.4: min(SNR, 5) / SNR for the noise, min(SNR, 5) for x_0, min(SNR, 5) / (SNR + 1) for v."""
+    weighted, plain = Objective(VPSDE(), prediction, min_snr_gamma=5.0), Objective(VPSDE(), prediction)
+    t = torch.linspace(0.01, 0.99, 16)
+    x0, noise = gaussian_points()
+    alpha, sigma = VPSDE().marginal(t.double())
+    snr = (alpha / sigma).square()
+    assert snr.min() < 5 < snr.max()
+    want = snr.clamp(max=5) / {"noise": snr, "x0": torch.ones_like(snr), "v": snr + 1}[prediction]
+    both = [each.loss(lambda x, time: 0.3 * x, x0, noise, t).double() for each in (weighted, plain)]
+    torch.testing.assert_close(both[0], both[1] * want, rtol=1e-4, atol=0)

@@ -136,7 +136,9 @@ def test_what_the_network_is_fed():
 @pytest.mark.parametrize("steps", [1, 2, 50, 300, 999, 1000])
 def test_sampling_times_fall_from_end_to_end(name, steps):
     process = get_process(name)
-    ends = {"vp": (1.0, 1e-3), "cosine": (0.9946, 1e-3), "ddpm": (999, 0), "edm": (80.0, 0.002)}[name]
+    ends = {"vp": (1.0, 1e-3), "cosine": (0.9946, 1e-3), "ddpm": (999, 0), "edm": (80.0, 0.002), "flow": (0.999, 1e-3)}[
+        name
+    ]
     for spacing in process.spacings:
         times = process.sampling_times(steps, spacing)
         assert len(times) == steps and (torch.diff(times) < 0).all()

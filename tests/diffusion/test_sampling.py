@@ -131,7 +131,7 @@ def test_defaults():
         return resolve_sampling(SamplingSettings(sampler), process).steps
 
     defaults = {name: resolve_sampling(SamplingSettings(), get_process(name)).sampler for name in PROCESSES}
-    assert defaults == {"vp": "dpm++2m", "ddpm": "dpm++2m", "cosine": "dpm++2m", "edm": "heun"}
+    assert defaults == {"vp": "dpm++2m", "ddpm": "dpm++2m", "cosine": "dpm++2m", "edm": "heun", "flow": "dpm++2m"}
     assert steps_of(VPSDE()) == 50 and steps_of(EDM()) == 18
     assert steps_of(VPSDE(), "euler_maruyama") == 1000
     assert steps_of(DDPM(num_steps=70), "ddpm") == 70

@@ -65,6 +65,7 @@ ODE_ERROR = {
     ("cosine", "ddim"): 0.21, ("cosine", "dpm++2m"): 0.0062, ("cosine", "dpm++3m"): 0.0024, ("cosine", "heun"): 0.014,
     ("ddpm", "ddim"): 0.38, ("ddpm", "dpm++2m"): 0.006, ("ddpm", "dpm++3m"): 0.0038, ("ddpm", "heun"): 0.0127,
     ("edm", "ddim"): 0.165, ("edm", "dpm++2m"): 0.0235, ("edm", "dpm++3m"): 0.0028, ("edm", "heun"): 0.0225,
+    ("flow", "ddim"): 0.156, ("flow", "dpm++2m"): 0.0147, ("flow", "dpm++3m"): 0.0076, ("flow", "heun"): 0.0295,
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def studies() -> list[Study]:
 
 
 def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study]) -> None:
-    assert [study.name for study in studies] == ["lemma32", "theorem31", "theorem33", "theorem34"]
+    assert [study.name for study in studies] == list(STUDIES)
     for study in studies:
         assert study.findings
         for finding in study.findings:
@@ -26,7 +26,13 @@ def test_every_statement_has_rows_and_none_is_contradicted(studies: list[Study])
 
 def test_there_is_a_verdict_for_each_lemma_and_theorem(studies: list[Study]) -> None:
     lines = verdicts(studies).splitlines()
-    assert [line[:11].strip() for line in lines] == ["Lemma 3.2", "Theorem 3.1", "Theorem 3.3", "Theorem 3.4"]
+    assert [line[:11].strip() for line in lines] == [
+        "Lemma 3.2",
+        "Theorem 3.1",
+        "Theorem 3.3",
+        "Theorem 3.4",
+        "Mechanism",
+    ]
     assert lines[0][13:] == "holds with corrections (2 of 4 findings hold, 2 fail as printed)"
     wrong = [replace(study, findings=(judge("a", "b", "c", supported=False), *study.findings)) for study in studies]
     assert all("contradicted by a measurement" in line for line in verdicts(wrong).splitlines())
@@ -35,7 +41,7 @@ def test_there_is_a_verdict_for_each_lemma_and_theorem(studies: list[Study]) -> 
 def test_files_and_pictures(studies: list[Study], tmp_path: Path) -> None:
     findings = [finding for study in studies for finding in study.findings]
     write(studies, tmp_path)
-    assert len(json.loads((tmp_path / "theory.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "theory.json").read_text())) == len(STUDIES)
     with (tmp_path / "theory.csv").open() as file:
         assert [row["verdict"] for row in csv.DictReader(file)] == [finding.verdict for finding in findings]
     for study in studies:

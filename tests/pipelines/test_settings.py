@@ -15,7 +15,7 @@ from tests.training.tiny import losses, tiny
 from .settings import SETTINGS, UNET, setting
 
 SHORT: dict[str, Any] = {"training_steps": 2, "training_checkpoint_every": 2, "training_batch_size": 4}
-TRAINED = [method for method in METHODS if method != "freeu"]  # which is for sampling only
+TRAINED = [name for name, method in METHODS.items() if not method.sampling_only]
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from scalelong.report.plots import Rung, UShape, as_text, draw, plot_comparison, stack_grids
-from scalelong.runs.reader import read_run
-from tests.report.runs import draw_grid, write_run
+from scalelong.report import compare_runs, read_runs
+from scalelong.report.plots import Rung, UShape, as_text, draw, image_rows, plot_seeds
+from tests.report.runs import write_run
 
 SIZES = ["32 × 32", "32 × 32", "16 × 16", "8 × 8"]
 REACH = ["shortcut", "full", "partial", "none"]
@@ -52,15 +53,17 @@ def test_the_suffix_sets_the_format(ending: str, tmp_path) -> None:
         assert "<svg" in path.read_text()
 
 
-def test_runs_are_pictured_side_by_side(tmp_path) -> None:
-    runs = []
-    for name, method, colour in (("a", "none", "red"), ("b", "cs", "blue")):
-        folder = write_run(tmp_path / name, method, norms=[1.0, 2.0], kappa=[1.0, 0.7])
-        draw_grid(folder, 10, "white")
-        draw_grid(folder, 20, colour)  # the last one is shown
-        runs.append(read_run(folder))
-    plot_comparison(runs, tmp_path / "curves.png")
+def test_runs_are_pictured_by_method(tmp_path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", "none", seed, norms=[1.0, 2.0], kappa=[1.0, 1.0])
+        write_run(tmp_path / f"b{seed}", "cs", seed, norms=[1.0, 2.0], kappa=[1.0, 0.7])
+    plot_seeds(compare_runs(read_runs([tmp_path])[0]), tmp_path / "curves.png")
     assert min(Image.open(tmp_path / "curves.png").size) > 300
-    stack_grids(runs, tmp_path / "grids.png")
-    grids = Image.open(tmp_path / "grids.png")
-    assert [grids.getpixel((x, grids.height - 1)) for x in (0, grids.width - 1)] == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_small_images_become_large_ones_in_labelled_rows(tmp_path) -> None:
+    black, white = np.zeros((8, 8), np.uint8), np.full((8, 8), 255, np.uint8)
+    image_rows({"real": [black, white], "cs 0.7": [white, black]}, tmp_path / "rows.png", size=72)
+    sheet = Image.open(tmp_path / "rows.png")
+    assert [sheet.getpixel((x, y)) for y in (36, 36 + 78) for x in (110 + 36, 110 + 36 + 78)] == [0, 255, 255, 0]
+    assert sheet.crop((0, 0, 100, sheet.height)).getextrema()[0] < 100  # the labels

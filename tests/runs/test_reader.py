@@ -180,3 +180,11 @@ def test_series_of_zeros_infinities_and_single_records(function) -> None:
     assert not math.isfinite(function([1.0, math.inf, 2.0]))
     with pytest.raises(ValueError, match="at least 2 records, got 1"):
         function([1.0])
+
+
+def test_oscillations_leave_out_the_warm_up(tmp_path: Path) -> None:
+    norms = [1.0, 9.0, 2.0, 3.0]
+    whole = read_run(write_run(tmp_path / "a", norms=norms))
+    after = read_run(write_run(tmp_path / "b", norms=norms, optimizer_warmup_steps=20))
+    assert whole.oscillation() == pytest.approx((8 + 7 + 1) / 3 / (15 / 4))
+    assert after.oscillation() == pytest.approx(1 / 2.5)

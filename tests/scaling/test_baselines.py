@@ -73,6 +73,7 @@ def test_freeu_filters_two_stages_and_refuses_training() -> None:
         ("layernorm", {"eps": 0}, r"scaling\.eps: must be a number between 0 and 1, got 0"),
         ("freeu", {"s1": -1}, r"scaling\.s1: must be a number between 0 and 10"),
         ("freeu", {"threshold": 0}, r"scaling\.threshold: must be an integer of at least 1, got 0"),
+        ("skip_tuning", {"inner": -0.1}, r"scaling\.inner: must be a number between 0 and 2, got -0\.1"),
         ("stable_tau", {"tau": 0}, r"scaling\.tau: must be a number between 0 and 10, got 0"),
     ],
 )
@@ -84,3 +85,11 @@ def test_bad_values_are_refused(method: str, options: dict[str, object], message
 def test_freeu_refuses_tokens() -> None:
     with pytest.raises(ValueError, match="'freeu' filters images"):
         ScalingConfig.create("freeu").build([TOKENS])
+
+
+def test_skip_tuning_shrinks_inner_skips_and_refuses_training() -> None:
+    scaling = ScalingConfig.create("skip_tuning", inner=0.6).build([TOKENS] * 3).eval()
+    skip = randn(2, 5, 4)
+    assert [scaling.coefficient(i, skip) for i in (1, 2, 3)] == pytest.approx([1.0, 0.8, 0.6])
+    with pytest.raises(ValueError, match="'skip_tuning' is for sampling from a trained model"):
+        scaling.train()(3, skip)

@@ -42,3 +42,26 @@ def test_a_constant_scaling_multiplies_by_its_coefficient() -> None:
     skip = torch.randn(2, 32, 4, 4)
     assert torch.equal(scaling(3, skip), skip * 0.25)
     assert scaling.coefficient(3, skip) == 0.25
+
+
+def test_annealed_scaling_is_cs_for_a_kappa_that_falls_with_the_step() -> None:
+    config = ScalingConfig.create("cs_annealed", kappa=0.5, anneal_steps=10)
+    scaling, skip = config.build([SkipSize(channels=4)] * 3), torch.ones(1, 4, 2, 2)
+    assert scaling.current() == [1, 1, 1]
+    for step, kappa in ((0, 1.0), (5, 0.75), (10, 0.5), (99, 0.5)):
+        scaling.advance(step)
+        assert scaling.current() == pytest.approx(constant_coefficients(3, kappa))
+        torch.testing.assert_close(scaling(3, skip), kappa**2 * skip)
+    other = config.build([SkipSize(channels=4)] * 3)
+    other.load_state_dict(scaling.state_dict())
+    assert other.current() == scaling.current()
+
+
+def test_a_subset_removes_inner_or_outer_skips() -> None:
+    sizes = [SkipSize(channels=4)] * 4
+    assert ScalingConfig.create("subset", removed="inner", count=3).build(sizes).current() == [1, 0, 0, 0]
+    assert ScalingConfig.create("subset", removed="outer").build(sizes).current() == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"scaling\.count: the model has 4 skips, got 5 to remove"):
+        ScalingConfig.create("subset", count=5).build(sizes)
+    with pytest.raises(ValueError, match=r"scaling\.removed: unknown 'middle'"):
+        ScalingConfig.create("subset", removed="middle")

@@ -205,3 +205,22 @@ def test_gates_built_on_meta_record_their_mean_once_assigned() -> None:
     scaling.load_state_dict(learned(IMAGES).state_dict(), assign=True)
     kappa = scaling.coefficient(2, torch.randn(2, 32, 4, 4))
     assert scaling.current()[1] == pytest.approx(kappa.mean().item(), rel=1e-5)
+
+
+def test_time_gates_read_the_time_token_alone() -> None:
+    size = SkipSize(channels=12, tokens=32, channels_last=True, time_token=1)
+    scaling = learned([size] * 2, module="time", reduction=4)
+    x = torch.randn(2, 32, 12)
+    first, _, second = scaling.gates[0].zeta
+    kappa = torch.sigmoid((x[:, 1] @ first.weight.T + first.bias).clamp(min=0) @ second.weight.T + second.bias)
+    torch.testing.assert_close(scaling.coefficient(2, x), kappa[:, :, None])
+    other = torch.randn(2, 32, 12)
+    other[:, 1] = x[:, 1]
+    torch.testing.assert_close(scaling.coefficient(1, other), kappa[:, :, None])
+    assert count(learned([size] * 2, module="time", shared=False)) == 2 * count(learned([size] * 2, module="time"))
+    assert learned([size], module="time", start=0.95).coefficient(1, x).mean().item() == pytest.approx(0.95, abs=0.02)
+
+
+def test_time_gates_need_a_time_token() -> None:
+    with pytest.raises(ValueError, match=r"scaling\.module: 'time' reads a token of scalelong\.UViT; .*module='se'"):
+        learned([TOKENS], module="time")

@@ -10,7 +10,15 @@ import torch
 from scalelong.data import MemorySource, load_source
 from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, draw_time_and_noise
 from scalelong.stability import Recommendation, recommend_kappa
-from scalelong.stability.kappa import USUAL_KAPPA, _Values, kappa_for_sum, plot, squared_norms, sum_of_squares
+from scalelong.stability.kappa import (
+    CROSSOVER,
+    USUAL_KAPPA,
+    _Values,
+    kappa_for_sum,
+    plot,
+    squared_norms,
+    sum_of_squares,
+)
 
 
 def images(level: float, count: int = 50) -> torch.Tensor:
@@ -84,9 +92,16 @@ def test_the_usual_kappa_is_recommended_with_its_place() -> None:
     inside, above = recommend(images(0.4), 6), recommend(images(0.9), 6)
     assert inside.kappa == above.kappa == USUAL_KAPPA
     assert inside.kappa_interval[0] < USUAL_KAPPA < inside.kappa_interval[1]
-    assert "Recommended: 0.7, inside the interval" in inside.reasoning
+    assert "0.7 is inside the interval" in inside.reasoning
     assert above.kappa_interval[1] < USUAL_KAPPA
-    assert "Recommended: 0.7, above the interval" in above.reasoning
+    assert "0.7 is above the interval" in above.reasoning
+
+
+def test_the_length_of_training_decides() -> None:
+    short, long = (recommend(images(0.4), 6, steps=steps) for steps in (CROSSOVER - 1, CROSSOVER))
+    assert (short.kappa, long.kappa) == (1.0, USUAL_KAPPA)
+    assert "no scaling (kappa = 1) is recommended" in short.reasoning
+    assert "For 30,000 steps 0.7 is recommended" in long.reasoning
 
 
 def test_more_skips_mean_a_smaller_middle() -> None:

@@ -276,3 +276,31 @@ def test_one_process_of_accelerate_on_a_cpu_is_told_how_to_get_more(tmp_path: Pa
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")  # as `accelerate launch --num_processes 2` does
     Trainer(tiny(), tmp_path / "a")
     assert "for N ranks use torchrun --nproc-per-node N" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scaling_method": "cs_annealed", "scaling_anneal_steps": 9},
+        {"scaling_method": "subset"},
+        {"scaling_module": "time"},
+        {"diffusion_min_snr_gamma": 5.0},
+        {"diffusion_process": "flow"},
+        {"optimizer_name": "muon"},
+    ],
+    ids=str,
+)
+def test_other_methods_and_objectives_train_and_resume_exactly(tmp_path, changes) -> None:
+    whole = train(tiny(**changes), tmp_path / "whole")
+    train(tiny(training_steps=7, **changes), tmp_path / "parts")
+    assert_same_run(whole, train(tiny(**changes), tmp_path / "parts"))
+
+
+def test_annealed_coefficients_follow_the_step_in_weights_and_average(tmp_path) -> None:
+    config = tiny(scaling_method="cs_annealed", scaling_kappa=0.5, scaling_anneal_steps=10, training_steps=6)
+    trainer = Trainer(config, tmp_path / "run")
+    trainer.run()
+    for model in (trainer.model, trainer.ema.model, load_run(tmp_path / "run").model):
+        assert model.get_submodule("scalelong").current() == pytest.approx([1.0, 0.7])
+    kappas = [record["kappa"][1] for record in read_events(tmp_path / "run")[0] if record["kind"] == "train"]
+    assert kappas == pytest.approx([0.95, 0.9, 0.85, 0.8, 0.75, 0.7])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 
+import scalelong
 from scalelong.backbones import as_network
 from scalelong.data import load_source, to_uint8
 from scalelong.diffusion import Network, Objective, get_process, sample
 from scalelong.runs.settings import ConditionSettings, SamplingSettings
 from scalelong.training import get_preset, load_run, sample_batches, train
 from scalelong.training.condition import choose_classes
+from tests.training.tiny import tiny
 
 OBJECTIVE = Objective(get_process("vp"))
 SHAPE = (1, 4, 4)
@@ -171,3 +174,18 @@ def test_a_conditional_network_samples_the_digit_that_was_asked_for(tmp_path) ->
     alone, guided = share(1.0), share(3.0)
     assert alone > 0.3  # chance is 0.1
     assert guided > max(0.6, alone)
+
+
+def test_skip_tuning_shrinks_the_skips_while_sampling_alone(tmp_path) -> None:
+    """A tuned sample equals that of a model whose coefficients are multiplied; afterwards the model is as before."""
+    run = load_run(train(tiny(training_steps=2, scaling_method="cs", scaling_kappa=0.5), tmp_path / "run"))
+    settings = SamplingSettings("ddim", steps=3, count=4, skip_tuning=0.6)
+    plain, tuned = run.sample(replace(settings, skip_tuning=1.0)), run.sample(settings)
+    assert not torch.equal(plain, tuned)
+    assert scalelong.coefficients(run.model) == [1.0, 0.5]
+    assert torch.equal(run.sample(replace(settings, skip_tuning=1.0)), plain)
+    scalelong.remove(run.model)
+    scalelong.apply(run.model, "cs", kappa=0.3)
+    assert torch.equal(run.sample(replace(settings, skip_tuning=1.0)), tuned)
+    with pytest.raises(ValueError, match=r"sampling\.skip_tuning: must be in \(0, 2\]"):
+        run.sample(replace(settings, skip_tuning=0.0))

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.step import EMA, Stepper, learning_rate, resolve_precision, sample_indices
+from scalelong.training.step import (
+    EMA,
+    Stepper,
+    learning_rate,
+    make_optimizers,
+    resolve_precision,
+    sample_indices,
+)
 from tests.training.tiny import tiny
 
 
@@ -70,3 +77,15 @@ def test_a_cpu_does_not_compile() -> None:
     config = tiny(training_compile="default")
     model = build_model(config, (1, 8, 8))
     assert Stepper(config, model, build_objective(config), torch.device("cpu")).net is model
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    model = build_model(tiny(scaling_method="ls"), (1, 8, 8))
+    settings = tiny(optimizer_name="muon").optimizer
+    adamw, muon = make_optimizers(settings, model, torch.device("cpu"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    others = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert matrices | others == set(names.values()) and not matrices & others
+    assert {"in_blocks.0.attn.qkv.weight", "out_blocks.0.skip_linear.weight"} < matrices
+    assert {"decoder_pred.weight", "pos_embed", "patch_embed.proj.weight", "norm.weight"} < others

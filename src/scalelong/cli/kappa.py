@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -38,6 +38,7 @@ class Kappa:
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     process: str = ""  # vp, ddpm, cosine, edm; default: the preset's, or vp
     prediction: str = ""  # noise, x0, v; default: the preset's, or the process's own
+    steps: int | None = None  # of the training; default: the preset's
     num_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 4096
     seed: int = 0
     out: str = "runs/kappa"  # folder of the plot
@@ -57,7 +58,9 @@ def main(arguments: list[str]) -> None:
     skips = command.skips if command.skips is not None else count_skips(command.model, command.shape, source.shape)
     diffusion = config.diffusion if config else DiffusionSettings()
     process = get_process(command.process or diffusion.process)
-    recommend = partial(recommend_kappa, source, process, skips, samples=command.num_samples, seed=command.seed)
+    steps = command.steps if command.steps is not None else config.training.steps if config else None
+    options: dict[str, Any] = {"samples": command.num_samples, "seed": command.seed, "steps": steps}
+    recommend = partial(recommend_kappa, source, process, skips, **options)
     found = recommend(prediction=command.prediction or diffusion.prediction)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", command.model).strip("-")
     picture = Path(command.out) / f"kappa-{name}.png"
@@ -79,7 +82,7 @@ def summary(found: Recommendation, config: RunConfig | None) -> str:
         f"ratio, mean               {mean:.3f}  (standard error {found.standard_error:.3f})",
         f"ratio, 97% quantile       {tail:.3f}",
         f"kappa of CS, interval     {low:.3f} .. {high:.3f}  (middle {found.middle:.3f})",
-        f"kappa of CS, recommended  {found.kappa:g}",
+        f"kappa of CS, recommended  {found.kappa:g}{' (no scaling)' if found.kappa == 1 else ''}",
     ]
     if config is not None and "kappa" in config.scaling.options():
         lines.append(f"kappa in the settings     {config.scaling.kappa} ({config.scaling.method})")

@@ -41,6 +41,9 @@ class Train:
     config: str = ""  # a YAML file (such as a run's config.yaml) whose settings override the preset's
     dry_run: bool = False  # print settings, parameters, memory and time; fetches nothing and trains nothing
     probe_every: int = 0  # steps between records of the blocks' feature and gradient norms; 0: never
+    validate_every: int = 0  # steps between validation losses, in ten bins of noise; 0: never
+    validate_split: str = "test"  # of the data
+    validate_images: int = 2000  # the first of the split
     evaluate_every: int = 0  # steps between FID evaluations; 0: never
     evaluate_samples: int = 10_000  # images per evaluation
     evaluate_extractor: str = "inception"  # inception, or random-conv (light, and not FID)
@@ -84,8 +87,9 @@ def run_name(command: Train) -> str:
 def main(arguments: list[str]) -> None:
     command = parse(arguments)
     settings = command.settings
-    for name, every in (("probe-every", command.probe_every), ("evaluate-every", command.evaluate_every)):
-        require(every >= 0, name, "a number of steps, or 0 for never", every)
+    for name in ("probe_every", "validate_every", "evaluate_every"):
+        every = getattr(command, name)
+        require(every >= 0, name.replace("_", "-"), "a number of steps, or 0 for never", every)
     folder = Path(command.out or f"runs/{run_name(command)}")
     if not command.dry_run and os.environ.get("RANK", "0") == "0" and protected("folder.early"):
         check_folder(folder, settings)
@@ -96,6 +100,7 @@ def main(arguments: list[str]) -> None:
     from scalelong.evaluation.extractors import check_extractor
     from scalelong.stability import OscillationProbe
     from scalelong.training import Trainer
+    from scalelong.training.validation import ValidationObserver
 
     check_extractor(command.evaluate_extractor)
     evaluation = replace(settings.sampling, count=command.evaluate_samples)
@@ -106,6 +111,9 @@ def main(arguments: list[str]) -> None:
     trainer = Trainer(settings, folder)
     if command.probe_every:
         trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=command.probe_every))
+    if command.validate_every:
+        split, images = command.validate_split, command.validate_images
+        trainer.observers.append(ValidationObserver(trainer, split, command.validate_every, images))
     if command.evaluate_every:
         extractor = get_extractor(command.evaluate_extractor, trainer.device)
         trainer.observers.append(EvaluationObserver(trainer, extractor, evaluation, command.evaluate_every))

@@ -1,7 +1,7 @@
 """Diffusion: how noise is added (process), what is predicted (objective), and how images are sampled (sampling)."""
 
 from scalelong.diffusion.objective import Network, Objective, draw_time_and_noise
-from scalelong.diffusion.process import DDPM, EDM, PROCESSES, VPSDE, Cosine, Process, get_process
+from scalelong.diffusion.process import DDPM, EDM, PROCESSES, VPSDE, Cosine, Flow, Process, get_process
 from scalelong.diffusion.sampling import SAMPLERS, guided, resolve_sampling, sample
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "SAMPLERS",
     "VPSDE",
     "Cosine",
+    "Flow",
     "Network",
     "Objective",
     "Process",

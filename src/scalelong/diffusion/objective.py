@@ -22,7 +22,7 @@ Network = Callable[..., Tensor]  # net(x, time, **condition) -> prediction, shap
 
 @dataclass(frozen=True)
 class Objective:
-    """A process and what the network predicts in it: "noise", "x0" or "v"; for EDM always "edm".
+    """A process and what the network predicts in it: "noise", "x0", "v" or "flow"; for EDM always "edm".
 
     >>> from scalelong.diffusion import VPSDE
     >>> objective = Objective(VPSDE(), "noise")
@@ -33,6 +33,7 @@ class Objective:
 
     process: Process
     prediction: str = ""  # default: the process's own
+    min_snr_gamma: float = 0.0  # weight the loss by min-SNR with this gamma (Hang et al. 2023 use 5); 0: do not
 
     def __post_init__(self) -> None:
         allowed = self.process.predictions
@@ -49,7 +50,7 @@ class Objective:
             return sigma / (data * total), -data / total
         zero, one = torch.zeros_like(alpha), torch.ones_like(alpha)
         v = (-sigma, alpha)  # Salimans and Ho 2022, App. D
-        return {"noise": (zero, one), "x0": (one, zero), "v": v}[self.prediction]
+        return {"noise": (zero, one), "x0": (one, zero), "v": v, "flow": (-one, one)}[self.prediction]
 
     def loss(self, net: Network, x0: Tensor, noise: Tensor, t: Tensor, **condition: Any) -> Tensor:
         """(B,) mean squared error of the prediction; for EDM its weighted loss, since lambda(sigma) c_out(sigma)^2 = 1."""
@@ -57,7 +58,16 @@ class Objective:
         x_t, alpha, sigma = self.process.diffuse(x0, noise, t)
         p, q = self.target_weights(alpha, sigma)
         target = p * x0 + q * noise
-        return (self._predict(net, x_t, t, condition) - target).square().flatten(1).mean(dim=1)
+        error = (self._predict(net, x_t, t, condition) - target).square().flatten(1).mean(dim=1)
+        return error * self.loss_weight(alpha, sigma).flatten() if self.min_snr_gamma else error
+
+    def loss_weight(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """Min-SNR: the squared error of x_0 weighted by min(SNR, gamma), as a weight of the target's squared error.
+
+        x0_hat is off by sigma / (alpha q - sigma p) times the target's error: min(1, gamma / SNR) for the noise.
+        """
+        p, q = self.target_weights(alpha, sigma)
+        return torch.minimum(alpha.square(), self.min_snr_gamma * sigma.square()) / (alpha * q - sigma * p).square()
 
     def denoise(self, net: Network, x_t: Tensor, t: Tensor, **condition: Any) -> tuple[Tensor, Tensor]:
         """Estimates (x0_hat, noise_hat); x0_hat is arbitrary where alpha is 0, and noise_hat where sigma is 0."""

@@ -1,6 +1,6 @@
 """How noise is added to an image: x_t = alpha(t) x_0 + sigma(t) eps.
 
-A process has its own time t: [0, 1] for the VP-SDE and the cosine schedule, the index 0..T-1 for DDPM, sigma for EDM.
+A process has its own time t: the index 0..T-1 for DDPM, sigma for EDM, [0, 1] for the others.
 Schedules are computed in float32 (float64 when t is float64), never lower. Shapes: t, u, alpha, sigma are (B,).
 """
 
@@ -271,11 +271,36 @@ class EDM(Process):
         return torch.pow(high + ramp * (low - high), self.rho)  # Eq. 5
 
 
-PROCESSES: dict[str, type[Process]] = {cls.name: cls for cls in (VPSDE, DDPM, Cosine, EDM)}
+@dataclass(frozen=True)
+class Flow(Process):
+    """Flow matching on straight lines (Lipman et al. 2023; Liu et al. 2023): x_t = (1 - t) x_0 + t eps, target eps - x_0.
+
+    >>> alpha, sigma = Flow().marginal(torch.tensor([0.25]))
+    """
+
+    name: ClassVar[str] = "flow"
+    predictions: ClassVar[tuple[str, ...]] = ("flow", "noise", "x0")
+
+    def marginal(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        t = _real(t)
+        return 1 - t, t
+
+    def time_from_uniform(self, u: Tensor) -> Tensor:
+        return u.float()
+
+    def network_time(self, t: Tensor) -> Tensor:
+        return _real(t) * TIME_SCALE
+
+    def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
+        """From 1 - LAST_TIME on: at t = 1 the noise level sigma / alpha is infinite."""
+        return self._spaced(1 - LAST_TIME, LAST_TIME, steps, spacing, fine=10_001)
+
+
+PROCESSES: dict[str, type[Process]] = {cls.name: cls for cls in (VPSDE, DDPM, Cosine, EDM, Flow)}
 
 
 def get_process(name: str) -> Process:
-    """The process called `name` ("vp", "ddpm", "cosine" or "edm"); for other constants call its class.
+    """The process called `name` ("vp", "ddpm", "cosine", "edm" or "flow"); for other constants call its class.
 
     >>> get_process("vp")
     VPSDE(beta_min=0.1, beta_max=20.0)

@@ -147,6 +147,7 @@ def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSe
         raise unknown_name("sampling.sampler", name, SAMPLERS)
     if name == "euler_maruyama" and not isinstance(process, ContinuousVP):
         raise ValueError(f"sampling.sampler: {name} needs continuous time (vp, cosine), got {process.name!r}; use ddpm")
+    require(settings.skip_tuning > 0, "sampling.skip_tuning", "in (0, 2] (1: none)", settings.skip_tuning)
     require(low < high, "sampling.guidance_interval", "0 <= low < high", (low, high))
     usual = min(SAMPLERS[name].steps, process.num_steps) if isinstance(process, DDPM) else SAMPLERS[name].steps
     return dataclasses.replace(settings, sampler=name, steps=settings.steps or usual)

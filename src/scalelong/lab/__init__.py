@@ -1,4 +1,5 @@
-"""The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3).
+"""The paper's lemma and theorems, checked numerically on the network they are about (the matrix UNet of Eq. 3), and what
+scaling is on a U-ViT (`mechanism`).
 
 One module per statement, each with `study(quick, seed)`, which measures and judges, and `figure(data)`, which plots.
 """
@@ -11,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -28,7 +30,7 @@ from scalelong.report.colours import colour
 
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
 
-STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34")
+STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34", "mechanism")
 METHOD_COLOURS = {method: colour(method) for method in ("none", "universal", "cs", "cs_reversed")}
 
 
@@ -74,7 +76,7 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(STUDIES), cores), context, torch.set_num_threads, (1,)) as pool:
-        longest_first = ("theorem31", "theorem34", "theorem33", "lemma32")
+        longest_first = ("mechanism", "theorem31", "theorem34", "theorem33", "lemma32")
         futures = {name: pool.submit(run_study, name, quick, seed) for name in longest_first}
         with Progress(total=len(futures), desc="theory", unit="study") as bar:
             while len(done := wait(futures.values(), timeout=1.0).done) < len(futures):
@@ -85,7 +87,7 @@ def verify_theory(quick: bool = False, seed: int = 0) -> list[Study]:
 
 
 def verdicts(studies: Sequence[Study]) -> str:
-    """One line for each lemma and theorem: whether it holds, and how many of its findings say so.
+    """One line for each study: whether it holds, and how many of its findings say so.
 
     >>> print(verdicts([Study("lemma32", (judge("a", "b", "c", supported=True),), {})]))
     Lemma 3.2    holds (1 of 1 findings hold)
@@ -97,8 +99,8 @@ def verdicts(studies: Sequence[Study]) -> str:
         word = "holds" if held == len(found) else "holds with corrections" if held else "fails as printed"
         word = word if held + printed == len(found) else "contradicted by a measurement"
         failed = f", {printed} fail as printed" if printed else ""
-        kind, number = ("Lemma" if study.name.startswith("lemma") else "Theorem"), f"{study.name[-2]}.{study.name[-1]}"
-        lines.append(f"{kind} {number}".ljust(13) + f"{word} ({held} of {len(found)} findings hold{failed})")
+        title = re.sub(r"(\d)(\d)$", r" \1.\2", study.name).capitalize()  # lemma32: Lemma 3.2
+        lines.append(title.ljust(13) + f"{word} ({held} of {len(found)} findings hold{failed})")
     return "\n".join(lines)
 
 

@@ -98,6 +98,9 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, p
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out: {folder} already exists; choose another folder, or remove it")
     settings = run.config.sampling
+    if settings.skip_tuning != 1:
+        tuned = f"the run samples with Skip-Tuning {settings.skip_tuning:g}, which a pipeline cannot"
+        raise ValueError(f"sampling.skip_tuning: {tuned}; train with 1 and tune in scalelong sample and evaluate")
     steps = settings.steps if sampler in ("", settings.sampler) else 0
     settings = resolve_sampling(
         replace(settings, sampler=sampler or settings.sampler, steps=steps), run.objective.process

@@ -14,7 +14,7 @@ import numpy as np
 from scalelong.report.compare import Comparison
 from scalelong.report.groups import Group
 from scalelong.report.numbers import estimate
-from scalelong.runs.reader import Column, Run
+from scalelong.runs.reader import NOISE_BINS, Column, Run
 
 POINTS_IN_ALL = 120_000  # numbers on the page, so that it stays small
 Series = dict[str, Any]
@@ -30,7 +30,7 @@ class Chart:
     x_label: str
     y_label: str
     series: list[Series]
-    x_kind: str = "steps"  # steps, seconds, index
+    x_kind: str = "steps"  # steps, seconds, index, quality (falls from left to right)
     log: bool = False
     top: float | None = None  # upper limit of the y axis, if the curves begin above it
     variants: dict[str, list[Series]] | None = None
@@ -48,7 +48,9 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
     speed = _curves(comparison, methodcaller("column", "train", "images_per_second"), limit)
     charts = [
         *_loss_charts(comparison, limit),
+        *_validation_charts(comparison, limit),
         *_quality_charts(comparison, limit),
+        *_speedup_charts(comparison),
         *_oscillation_charts(comparison, limit),
         _coefficient_chart(comparison),
         Chart("throughput", "Images per second", "step", "images/s", speed),
@@ -69,6 +71,24 @@ def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
     ]
 
 
+def _validation_charts(comparison: Comparison, limit: int) -> list[Chart]:
+    """The validation loss against steps, and at its last record by bin of noise relative to the baseline's."""
+    if not comparison.same_validation:
+        return []
+    curves = _curves(comparison, methodcaller("column", "validation", "loss"), limit)
+    log, top = _y_axis([value for series in curves for value in series["y"]])
+    relative = []
+    for i, group in enumerate(comparison.groups):
+        gaps = [100 * gap for gap in comparison.noise_gaps(group)]
+        relative.append(_points(i, range(len(gaps)), gaps))
+    names = [f"bin {i}" for i in range(1, NOISE_BINS + 1)]
+    about = ("Validation loss by noise", "tenth of the training times (1: least noise)", "% against the baseline")
+    return [
+        Chart("validation-steps", "Validation loss", "step", "loss", curves, log=log, top=top),
+        Chart("validation-bins", *about, relative, "index", names=names, dots=True),
+    ]
+
+
 def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
     charts = []
     for i, metric in enumerate(comparison.metrics if comparison.same_data else ()):
@@ -77,6 +97,32 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
             if sum(len(one["y"]) for one in series) > 1:
                 title, y_label = f"{metric.name} against {what}", comparison.protocol(metric)
                 charts.append(Chart(f"quality-{i}-{what}", title, x_label, y_label, series, kind, dots=True))
+    return charts
+
+
+def _speedup_charts(comparison: Comparison) -> list[Chart]:
+    """Baseline's steps over the method's against quality, with the band over seeds and the crossover as a mark."""
+    charts = []
+    for n, (what, own) in enumerate(comparison.all_speed_ups().items()):
+        series = []
+        for group, found in own:
+            grid = sorted(found.qualities)  # chart.js wants rising x, and draws better qualities to the right
+            values = [found.at(quality) for quality in grid]
+            if grid:
+                one = _points(comparison.groups.index(group), grid, [value.mean for value in values])
+                if len(found.pairs) > 1:
+                    sds = [value.sd if math.isfinite(value.sd) else 0.0 for value in values]
+                    one["low"] = _rounded(v.mean - sd for v, sd in zip(values, sds, strict=True))
+                    one["high"] = _rounded(v.mean + sd for v, sd in zip(values, sds, strict=True))
+                if 0 < found.lead.behind_until < found.lead.last:
+                    ends = [np.interp(found.lead.behind_until, b.steps, b.values) for _, b in found.pairs]
+                    one["marks"] = _rounded([float(np.mean(ends))])
+                series.append(one)
+        if series:
+            ends = [min(one["x"][0] for one in series), max(one["x"][-1] for one in series)]
+            series.append({**_points(-1, ends, [1.0, 1.0]), "label": comparison.baseline.label})
+            about = (f"Speed-up by {what}", f"{what}, better to the right", "times as fast in steps")
+            charts.append(Chart(f"speedup-{n}", *about, series, "quality"))
     return charts
 
 

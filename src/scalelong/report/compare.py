@@ -10,6 +10,7 @@ from itertools import combinations
 from scalelong.errors import unknown_name
 from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
 from scalelong.report.numbers import Difference, Estimate, centred_mean, difference, estimate, running_mean
+from scalelong.report.speedup import Curve, SpeedUp, speed_up
 from scalelong.runs.reader import Column, Run
 from scalelong.runs.records import Metric
 
@@ -115,6 +116,11 @@ class Comparison:
         return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
+    def same_validation(self) -> bool:
+        """True if every validation loss is of the same images, times and noises."""
+        return self.same_loss and len(frozenset().union(*(run.validated_on for run in self.runs))) < 2
+
+    @property
     def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
@@ -142,6 +148,14 @@ class Comparison:
         steps, losses = run.column("train", "loss", upto)
         return steps, running_mean(steps, losses, self.window)
 
+    def noise_gaps(self, group: Group) -> list[float]:
+        """Validation loss in each bin of noise against the baseline's, (a - b) / b of the means over seeds."""
+        both = [[bins for run in g.runs if (bins := run.noise_bins(self.horizon))] for g in (group, self.baseline)]
+        if not all(both) or not self.same_validation:
+            return []
+        mine, theirs = ([sum(column) / len(column) for column in zip(*own, strict=True)] for own in both)
+        return [a / b - 1 for a, b in zip(mine, theirs, strict=True)]
+
     def ranking(self, measure: str) -> list[Group]:
         """The groups that have the measure, lowest mean first."""
         known = [group for group in self.groups if math.isfinite(self.measure(group, measure).mean)]
@@ -159,6 +173,37 @@ class Comparison:
             a, b = self.per_seed(group, measure), self.per_seed(other, measure)
             paired = group.seeds == other.seeds
         return difference(a, b, paired)
+
+    def speed_ups(self, measure: str | Metric) -> list[tuple[Group, SpeedUp]]:
+        """The speed-up curve of each method over the baseline by "loss" (running mean), "validation" or a metric."""
+        comparable = self.same_data if isinstance(measure, Metric) else self.same_loss
+        if measure == "validation":
+            comparable = self.same_validation
+        found = []
+        for group in self.groups if comparable else ():
+            if group is not self.baseline:
+                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in _paired(group, self.baseline)]
+                if (one := speed_up(pairs)) is not None:
+                    found.append((group, one))
+        return found
+
+    def _curve(self, run: Run, measure: str | Metric) -> Curve:
+        if isinstance(measure, Metric):
+            steps, values = run.quality(measure)
+        elif measure == "validation":
+            steps, values = run.column("validation", "loss")
+        else:
+            steps, values = self.smoothed_loss(run)
+            full = next((i for i, step in enumerate(steps) if step >= self.window), 0)  # where the window is full
+            steps, values = steps[full:], values[full:]
+        return Curve(steps, values, run.seconds_at(steps))
+
+    def all_speed_ups(self) -> dict[str, list[tuple[Group, SpeedUp]]]:
+        """Every speed-up that can be computed, by what it is measured in."""
+        measures: dict[str, str | Metric] = {"validation loss": "validation", "loss": "loss"}
+        measures |= {self.heading(metric): metric for metric in self.metrics}
+        found = {name: self.speed_ups(measure) for name, measure in measures.items()}
+        return {name: own for name, own in found.items() if own}
 
     def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
         """The race to a loss and those to a value of each metric, as far as they compare."""
@@ -214,7 +259,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         raise ValueError("runs: none given; name the folders that training wrote")
     horizon = min(run.last_step for run in runs)
     same_data = all(_same_data(run, other) for run, other in combinations(runs, 2))
-    loss = {(run.config.diffusion.process, run.config.diffusion.prediction) for run in runs}
+    loss = {run.config.diffusion for run in runs}
     return Comparison(
         groups=tuple(group_runs(runs)),
         horizon=horizon,
@@ -224,6 +269,13 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         same_probes=same_data and len({run.probe_interval for run in runs if run.probe_interval}) < 2,
         metrics=tuple(metrics_of(runs)),
     )
+
+
+def _paired(group: Group, other: Group) -> list[tuple[Run, Run]]:
+    """Runs of equal seeds; where no seed is shared, in order."""
+    by_seed = {run.seed: run for run in other.runs}
+    same = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]
+    return same or list(zip(group.runs, other.runs, strict=False))
 
 
 def _same_data(run: Run, other: Run) -> bool:

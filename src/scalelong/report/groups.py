@@ -140,6 +140,7 @@ def _protocol(metric: Metric) -> str:
         f"{metric.n:,} images",
         f"{how.sampler} {how.steps} steps" if how.sampler and how.steps else how.sampler,
         f"guidance {how.guidance:g}" if how.guidance != 1 else "",
+        f"skip-tuning {how.skip_tuning:g}" if how.skip_tuning != 1 else "",
         how.precision if how.precision != "fp32" else "",
         {"ema": "", "model": "weights as trained"}.get(metric.weights, f"weights {metric.weights}"),
         "" if metric.extractor in metric.name else metric.extractor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from scalelong.files import atomic_write
 from scalelong.report.colours import PALETTE, assign
-from scalelong.report.numbers import centred_mean
-from scalelong.runs.reader import Run
+from scalelong.report.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -153,46 +152,53 @@ def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, te
 # ------------------------------------------------------------------------------------------------------ runs side by side
 
 
-def plot_comparison(runs: Sequence[Run], path: Path) -> None:
-    """Loss, the middle block's norm, gradient norm and coefficients of each run."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    (loss, feature), (gradient, kappa) = figure.subplots(2, 2)
-    chosen = assign([run.config.scaling.method for run in runs])
-    for run, index in zip(runs, chosen, strict=True):
-        style = {"color": PALETTE[index][0], "label": run.label, "linewidth": 1.4}
-        steps, losses = run.column("train", "loss")
-        loss.plot(steps, centred_mean(steps, losses, window=max(1, run.last_step // 20)), **style)
-        gradient.plot(*run.column("train", "gradient_norm"), **{**style, "linewidth": 0.9})
-        feature.plot(*run.column("probe", f"norm/{run.middle_block}"), **style)
-        values = run.coefficients()
+def plot_seeds(comparison: Comparison, path: Path) -> None:
+    """Loss, loss relative to the baseline of the same seed, and coefficients; means over seeds within their range."""
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    loss, gap, kappa = figure.subplots(1, 3)
+    base = [comparison.smoothed_loss(run) for run in comparison.baseline.runs]
+    chosen = assign([group.runs[0].config.scaling.method for group in comparison.groups])
+    for group, index in zip(comparison.groups, chosen, strict=True):
+        style = {"color": PALETTE[index][0], "label": group.label, "linewidth": 1.6}
+        curves = [comparison.smoothed_loss(run) for run in group.runs]
+        _band(loss, curves[0][0], [values for _, values in curves], style)
+        pairs = [(c[1], b[1]) for c, b in zip(curves, base, strict=False) if c[0] == b[0]]
+        _band(gap, curves[0][0], [[100 * (m / n - 1) for m, n in zip(*pair, strict=True)] for pair in pairs], style)
+        values = group.coefficients()
         kappa.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **style)
     titles = {
-        loss: "Training loss (smoothed)",
-        feature: "Norm of the middle block on a fixed batch",
-        gradient: "Gradient norm",
+        loss: "Training loss (running mean)",
+        gap: f"Loss against {comparison.baseline.label}, same seed (%)",
         kappa: "Coefficients of the long skips",
     }
     for axes, title in titles.items():
         axes.set_title(title, fontsize=11, loc="left")
         axes.set_xlabel("index i (1 = outermost)" if axes is kappa else "step", fontsize=9)
-        axes.set_yscale("log" if axes in (loss, gradient) else "linear")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    loss.set_yscale("log")
     loss.legend(frameon=False)
     with atomic_write(path) as file:
         figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
 
 
-def stack_grids(runs: Sequence[Run], path: Path) -> None:
-    """The last sample grids of the runs side by side, with labels."""
-    grids = [(run.label, Image.open(run.sample_grids()[-1][1])) for run in runs]
-    band, gap = 34, 16
-    width = sum(grid.width + gap for _, grid in grids) - gap
-    sheet = Image.new("RGB", (width, band + max(grid.height for _, grid in grids)), "white")
-    draw, left = ImageDraw.Draw(sheet), 0
-    for label, grid in grids:
-        draw.text((left + 4, 6), label, fill="black", font=ImageFont.load_default(size=20))
-        sheet.paste(grid.convert("RGB"), (left, band))
-        left += grid.width + gap
+def _band(axes: Axes, steps: Sequence[int], curves: Sequence[Sequence[float]], style: dict[str, Any]) -> None:
+    """The mean of curves over the same steps, within their range."""
+    columns = list(zip(*curves, strict=False))
+    axes.plot(steps[: len(columns)], [sum(column) / len(column) for column in columns], **style)
+    low, high = [min(column) for column in columns], [max(column) for column in columns]
+    axes.fill_between(steps[: len(columns)], low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def image_rows(rows: Mapping[str, Sequence[Any]], path: Path, size: int = 72) -> None:
+    """Rows of small grey images (H, W) uint8, enlarged smoothly to `size` pixels, with labels on the left."""
+    band, gap, font = 110, 6, ImageFont.load_default(size=20)
+    columns = max(len(images) for images in rows.values())
+    sheet = Image.new("L", (band + columns * (size + gap), len(rows) * (size + gap) - gap), "white")
+    for y, (label, images) in enumerate(rows.items()):
+        ImageDraw.Draw(sheet).text((4, y * (size + gap) + size // 2 - 12), label, fill="black", font=font)
+        for x, image in enumerate(images):
+            enlarged = Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC)
+            sheet.paste(enlarged, (band + x * (size + gap), y * (size + gap)))
     with atomic_write(path) as file:
         sheet.save(file, path.suffix[1:].upper() or "PNG")

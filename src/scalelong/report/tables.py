@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from scalelong.files import write_text
-from scalelong.report import sentences
+from scalelong.report import sentences, speedup
 from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
 from scalelong.report.groups import Group, seeds_text
 from scalelong.report.numbers import (
@@ -43,9 +43,13 @@ def summary(comparison: Comparison, races: Sequence[Race], refused: Sequence[str
         why = race.protocol if race.asked else f"{race.protocol}; the worst value that any run ends with"
         parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
+    for what, own in comparison.all_speed_ups().items():
+        parts.append(f"Speed-up in steps over {comparison.baseline.label}, by {what}:")
+        parts.append(aligned(speedup.table([(group.label, one) for group, one in own], comparison.baseline.label)))
+    parts.append("\n".join(sentences.speed_ups(comparison)))
     found = [text for _, text in sentences.findings(comparison, races[0] if races else None)]
     parts.append("\n".join([*found, sentences.seeds(comparison), *notes(comparison, refused)]))
-    return "\n\n".join(parts)
+    return "\n\n".join(part for part in parts if part)
 
 
 def measures_table(comparison: Comparison) -> Rows:
@@ -181,8 +185,7 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
             "cannot be compared between them, so none of them is ranked and the quality is not plotted."
         )
     elif not comparison.same_loss:
-        objectives = {(run.config.diffusion.process, run.config.diffusion.prediction or "the default") for run in runs}
-        kinds = sorted(f"{process}, predicting {prediction}" for process, prediction in objectives)
+        kinds = sorted({_objective(run) for run in runs})
         found.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
@@ -208,6 +211,12 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
                 f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
             )
     return found
+
+
+def _objective(run: Run) -> str:
+    diffusion = run.config.diffusion
+    weighting = f", min-SNR {diffusion.min_snr_gamma:g}" if diffusion.min_snr_gamma else ""
+    return f"{diffusion.process}, predicting {diffusion.prediction or 'the default'}{weighting}"
 
 
 def _about_run(run: Run) -> list[str]:

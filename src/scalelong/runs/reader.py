@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -22,6 +22,7 @@ from scalelong.runs.settings import RunConfig, ScalingSettings, from_yaml
 Column = tuple[list[int], list[float]]  # steps and values
 
 FINAL_SHARE = 0.2  # "final" is the last fifth of the records
+NOISE_BINS = 10  # of the validation loss
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
 MIDDLE = re.compile(r"(^|[._])(mid|middle|bottleneck|bottom|center|centre)", re.IGNORECASE)  # usual names of it
 
@@ -66,6 +67,8 @@ class Run:
     damaged_lines: int
     start: tuple[Record, ...] = ()
     evaluations: tuple[Measurement, ...] = ()
+    validation: Records = field(default_factory=Records)
+    validated_on: frozenset[str] = frozenset()  # split and number of images
 
     @property
     def label(self) -> str:
@@ -125,9 +128,10 @@ class Run:
         """Mean loss over the last fifth of the records."""
         return fmean(self.final_losses(upto)[1] or [math.nan])
 
-    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm", after: int = -1) -> float:
-        """Relative oscillation of a block's norm ("norm", on the probe batch) or of its gradient's ("gradient")."""
-        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto, after)
+    def oscillation(self, block: str = "", upto: int | None = None, what: str = "norm") -> float:
+        """Relative oscillation of a block's norm (on the probe batch) or gradient ("gradient") after warm-up."""
+        warmup = self.config.optimizer.warmup_steps
+        _, norms = self.column("probe", f"{what}/{block or self.middle_block}", upto, warmup)
         return relative_oscillation(norms) if len(norms) > 1 else math.nan
 
     def gradient_spread(self, upto: int | None = None) -> float:
@@ -139,6 +143,10 @@ class Run:
         """Median of the images per second, so that a pause does not count."""
         return median(self.column("train", "images_per_second", upto)[1] or [math.nan])
 
+    def noise_bins(self, upto: int | None = None) -> list[float]:
+        """The last validation loss in each bin of noise, from little to much; empty where none was recorded."""
+        return self.validation.list_until("bins", math.inf if upto is None else upto)
+
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
         """Seconds of training at these steps, interpolated between records."""
         known, seconds = self.column("train", "seconds")
@@ -146,7 +154,7 @@ class Run:
 
     def coefficients(self, upto: int | None = None) -> list[float]:
         """kappa_i of the last record (up to a step) that has them, outermost skip first."""
-        return self.train.kappa_until(self.last_step if upto is None else upto)
+        return self.train.list_until("kappa", self.last_step if upto is None else upto)
 
     def sample_grids(self) -> list[tuple[int, Path]]:
         """Step and file of each grid sampled during training."""
@@ -168,16 +176,19 @@ def read_run(folder: str | Path) -> Run:
     config = read_config(folder)
     if not inside(folder, METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
-    columns = {"train": Records(), "probe": Records()}
+    columns = {"train": Records(), "probe": Records(), "validation": Records()}
     start: list[Record] = []
     evaluations: list[Measurement] = []
+    validated: set[str] = set()
     damaged = 0
     for record in each_event(folder):
         try:
             if record is None or not is_count(record["step"]):
                 damaged += 1
-            elif (kind := record.get("kind")) in ("train", "probe"):
+            elif (kind := record.get("kind")) in columns:
                 columns[kind].add(record)
+                if kind == "validation":
+                    validated.add(f"{record.get('split')!s:.40} {record.get('images')!s:.40}")
             elif kind == "start":
                 check(isinstance(record.get("data"), str | None))
                 start.append(printable(record))
@@ -188,7 +199,8 @@ def read_run(folder: str | Path) -> Run:
     if not columns["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value))
-    return Run(folder, config, columns["train"], columns["probe"], damaged, tuple(start), finite)
+    given = (damaged, tuple(start), finite, columns["validation"], frozenset(validated))
+    return Run(folder, config, columns["train"], columns["probe"], *given)
 
 
 def _read_probe(path: Path) -> Run:

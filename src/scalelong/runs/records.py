@@ -14,6 +14,7 @@ Record = dict[str, Any]
 
 LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
 LONGEST_TEXT = 1000  # characters of a recorded text
+LISTS = ("kappa", "bins")  # of the scaling, and of the validation loss by noise
 MOST_KEYS = 4096  # names of numbers in the records of a run
 
 
@@ -44,14 +45,14 @@ class Records:
 
     >>> records = Records()
     >>> records.add({"step": 10, "loss": 0.5, "kappa": [1.0, 0.7]})
-    >>> len(records), records.column("loss"), records.kappa_until(10)
+    >>> len(records), records.column("loss"), records.list_until("kappa", 10)
     (1, (array('q', [10]), array('d', [0.5])), [1.0, 0.7])
     """
 
     def __init__(self) -> None:
         self.steps = array("q")
         self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        self._kappas: list[tuple[int, array[float]]] = []  # those that differ from the one before
+        self._lists: dict[str, list[tuple[int, array[float]]]] = {key: [] for key in LISTS}  # where they change
         self._sorted: set[str] = set()
 
     def __len__(self) -> int:
@@ -74,12 +75,12 @@ class Records:
                 if column is not None and value is not None and -LARGEST <= value <= LARGEST:
                     column[0].append(step)
                     column[1].append(value)
-            elif key == "kappa" and isinstance(value, list) and value and all(map(is_number, value)):
-                self._add_kappa(step, array("d", value))
+            elif key in LISTS and isinstance(value, list) and value and all(map(is_number, value)):
+                self._add_list(self._lists[key], step, array("d", value))
 
-    def _add_kappa(self, step: int, kappa: array[float]) -> None:
-        if not self._kappas or self._kappas[-1][1] != kappa:
-            self._kappas.append((step, kappa))
+    def _add_list(self, known: list[tuple[int, array[float]]], step: int, values: array[float]) -> None:
+        if not known or known[-1][1] != values:
+            known.append((step, values))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
         """Steps and finite numbers under a key, in the order of the steps."""
@@ -92,9 +93,9 @@ class Records:
                 self._columns[key] = steps, values
         return steps, values
 
-    def kappa_until(self, step: int) -> list[float]:
-        """kappa_i of the last record up to this step that has them."""
-        return next((list(kappa) for at, kappa in reversed(self._kappas) if at <= step), [])
+    def list_until(self, key: str, step: float) -> list[float]:
+        """The list under a key, such as "kappa", in the last record up to this step that has one."""
+        return next((list(values) for at, values in reversed(self._lists[key]) if at <= step), [])
 
 
 def printable(record: Record) -> Record:
@@ -133,7 +134,7 @@ def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     high = math.inf if high is None else high  # JSON has no infinity
     for key in ("sampler", "precision", "clip"):
         check(isinstance(known[key], type(default[key])))
-    numbers = [known["guidance"], low, 0 if high == math.inf else high]
+    numbers = [known["guidance"], known["skip_tuning"], low, 0 if high == math.inf else high]
     check(is_count(known["steps"]), *map(is_number, numbers))
     guided = known["guidance"] != 1
     return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})

@@ -57,12 +57,17 @@ class ModelSettings:
 class ScalingSettings:
     """How the long skips are scaled; options of other methods are ignored."""
 
-    method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, ls, mp_cat, layernorm, rezero, stable_tau
-    kappa: float = 0.7  # universal, cs, cs_reversed
+    method: str = (
+        "cs"  # none, universal, rsqrt2, cs, cs_reversed, cs_annealed, subset, ls, mp_cat, layernorm, rezero, ...
+    )
+    kappa: float = 0.7  # universal, cs, cs_reversed, cs_annealed
     allow_amplify: bool = False  # allow kappa > 1, as a control
+    anneal_steps: int = 10_000  # cs_annealed: steps over which kappa falls from 1
+    removed: str = "inner"  # subset: remove the inner or the outer skips
+    count: int = 1  # subset: number of skips removed
     shared: bool = True  # ls
     reduction: int = 16  # ls
-    module: str = "se"  # ls: se, ie, learnable
+    module: str = "se"  # ls: se, ie, learnable, time
     activation: str = "relu"  # ls: relu, elu, mish
     axis: str = "auto"  # ls: tokens, channels
     start: float | None = None  # ls: initial value of the gates, in (0, 1); default: 1/2
@@ -84,7 +89,9 @@ class ScalingSettings:
 
 # Options by method; methods not listed are constants with a kappa. A test holds this equal to the registry's.
 _TAKES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("none", "rsqrt2", "freeu", "rezero"), ()),
+    **dict.fromkeys(("none", "rsqrt2", "skip_tuning", "freeu", "rezero"), ()),
+    "cs_annealed": ("kappa", "allow_amplify", "anneal_steps"),
+    "subset": ("removed", "count"),
     "ls": ("shared", "reduction", "module", "activation", "axis", "start"),
     "mp_cat": ("t",),
     "layernorm": ("affine", "eps"),
@@ -106,14 +113,16 @@ class ConditionSettings:
 class DiffusionSettings:
     """The noise process and the prediction target."""
 
-    process: str = "vp"  # vp, ddpm, cosine, edm
+    process: str = "vp"  # vp, ddpm, cosine, edm, flow
     prediction: str = ""  # noise, x0, v; default: the process's own
+    min_snr_gamma: float = 0.0  # weight the loss by min-SNR, usually with 5; 0: do not
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with a linear warm-up to a constant learning rate."""
+    """AdamW, or Muon for matrices, with a linear warm-up to a constant learning rate."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers, AdamW for all else
     lr: float = 2e-4
     weight_decay: float = 0.03
     betas: tuple[float, float] = (0.99, 0.999)
@@ -158,6 +167,7 @@ class SamplingSettings:
     clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
     guidance: float = 1.0  # scale of classifier-free guidance; 1: none
     guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
+    skip_tuning: float = 1.0  # shrink the skips, linearly down to this for the innermost (Skip-Tuning); 1: do not
     precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
     batch_size: int = 500
     compile: bool = False  # compile the denoiser; pays off from some thousand images on

@@ -2,6 +2,7 @@
 
 mp_cat      rescale both operands of the concatenation so that its magnitude is preserved      EDM2 (2023), Eq. 103
 layernorm   normalize each skip over its channels
+skip_tuning shrink skips linearly from the outermost to the innermost                           Ma et al. 2024, sampling
 freeu       damp low frequencies of the skip, amplify half of the main path's channels          FreeU (2023), sampling
 rezero      a block adds alpha * f(x), alpha learned from 0; skips are unchanged                Table 3 of the paper
 stable_tau  a block adds tau * f(x); skips are unchanged                                        Table 3 of the paper
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.scaling.constant import Coefficient, Scaling, SkipSize
+from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, SkipSize
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
@@ -45,6 +46,52 @@ class MagnitudePreserving(Scaling):
 
     def current(self) -> list[float]:
         return [skip for _, skip in self.values]
+
+
+class SkipTuning(ConstantScaling):
+    """skip_tuning: fixed coefficients from `outer` (i = 1) linearly to `inner` (i = N), for sampling only."""
+
+    def __init__(self, sizes: Sequence[SkipSize], inner: float = 0.8, outer: float = 1.0) -> None:
+        super().__init__(tuning_coefficients(len(sizes), inner, outer))
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        if self.training:
+            raise ValueError("scaling.method: 'skip_tuning' is for sampling from a trained model; call model.eval()")
+        return super().coefficient(index, skip)
+
+
+class TunedScaling(Scaling):
+    """Skip-Tuning on top of the scaling that a model was trained with."""
+
+    def __init__(self, base: Scaling, inner: float) -> None:
+        super().__init__(base.num_skips)
+        self.base, self.values = base, tuning_coefficients(base.num_skips, inner)
+        self.config, self.fusible, self.changes_main = base.config, base.fusible, base.changes_main
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        return self.base.coefficient(index, skip) * self.values[index - 1]
+
+    def forward(self, index: int, skip: Tensor) -> Tensor:
+        scaled: Tensor = self.base(index, skip)
+        return scaled * self.values[index - 1]
+
+    def scale_main(self, index: int, main: Tensor) -> Tensor:
+        return self.base.scale_main(index, main)
+
+    def scale_branch(self, block: int, output: Tensor) -> Tensor:
+        return self.base.scale_branch(block, output)
+
+    def current(self) -> list[float]:
+        return [kappa * value for kappa, value in zip(self.base.current(), self.values, strict=True)]
+
+
+def tuning_coefficients(num_skips: int, inner: float, outer: float = 1.0) -> list[float]:
+    """Skip-Tuning (Ma et al. 2024): a line from the outermost skip to the innermost.
+
+    >>> tuning_coefficients(3, inner=0.5)
+    [1.0, 0.75, 0.5]
+    """
+    return [outer + (inner - outer) * i / max(1, num_skips - 1) for i in range(num_skips)]
 
 
 class _SkipTransform(Scaling):

@@ -8,6 +8,8 @@ multiplied by kappa_i:
     universal    kappa_i = kappa                         one number for all skips
     cs           kappa_i = kappa ** (i - 1)              Eq. 8, constant scaling
     cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
+    cs_annealed  kappa_i = k ** (i - 1), k: 1 -> kappa   CS whose k falls linearly over the first `anneal_steps` steps
+    subset       kappa_i = 0 or 1                        inner or outer skips removed
     ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling: `learned`
 
 To add a constant method, write a function like `constant_coefficients` and list it in `CONSTANT_METHODS`. Shapes: B batch,
@@ -45,6 +47,16 @@ def reversed_coefficients(num_skips: int, kappa: float) -> list[float]:
     return [kappa ** (num_skips - i + 1) for i in range(1, num_skips + 1)]
 
 
+def subset_coefficients(num_skips: int, removed: str, count: int) -> list[float]:
+    """0 for the `count` innermost ("inner") or outermost ("outer") skips, 1 for the others."""
+    if count > num_skips:
+        raise ValueError(
+            f"scaling.count: the model has {num_skips} skips, got {count} to remove; use at most that many"
+        )
+    kept, dropped = [1.0] * (num_skips - count), [0.0] * count
+    return kept + dropped if removed == "inner" else dropped + kept
+
+
 def universal_coefficients(num_skips: int, kappa: float) -> list[float]:
     return [kappa] * num_skips
 
@@ -68,6 +80,7 @@ class SkipSize:
     tokens: int | None = None  # known and fixed only for transformers
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
     batch_dim: int = 0  # 1: (T, B, C)
+    time_token: int | None = None  # position of the token that holds the time, if one does
     main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
     nest: int = 1  # number of its U, in networks with several; constant methods count in each from its outermost skip
     stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
@@ -103,6 +116,9 @@ class Scaling(nn.Module):
         """kappa_i * x_i."""
         coefficient = self.coefficient(index, skip)
         return skip if isinstance(coefficient, float) and coefficient == 1.0 else skip * coefficient
+
+    def advance(self, step: int) -> None:
+        """Set the state of a method that changes with the training step; call it before step `step` (from 1)."""
 
     def scale_main(self, index: int, main: Tensor) -> Tensor:  # noqa: ARG002
         """Scale the tensor that skip i is joined with."""
@@ -148,3 +164,39 @@ class ConstantScaling(Scaling):
 
     def current(self) -> list[float]:
         return [float(f"{value:.15g}") for value in self.values]  # 0.49 rather than 0.48999999999999994
+
+
+class AnnealedScaling(Scaling):
+    """cs_annealed: CS with k = 1 at step 0 and k = kappa from step `anneal_steps` on, linear in between.
+
+    The coefficients are a function of the step given to `advance` alone, and a buffer: checkpoints and averages hold them.
+
+    >>> scaling = AnnealedScaling([SkipSize(channels=64)] * 3, kappa=0.5, anneal_steps=100)
+    >>> scaling.advance(50)
+    >>> scaling.current()
+    [1.0, 0.75, 0.5625]
+    """
+
+    now: Tensor
+
+    def __init__(
+        self,
+        sizes: Sequence[SkipSize],
+        kappa: float = 0.7,
+        allow_amplify: bool = False,  # noqa: ARG002
+        anneal_steps: int = 10_000,
+    ) -> None:
+        super().__init__(len(sizes))
+        self.kappa_at_end, self.anneal_steps = kappa, anneal_steps
+        self.add_constants("kappa", constant_coefficients(len(sizes), kappa))
+        self.register_buffer("now", torch.ones(len(sizes)))
+
+    def advance(self, step: int) -> None:
+        kappa = 1 + (self.kappa_at_end - 1) * min(1.0, step / self.anneal_steps)
+        self.now.copy_(torch.tensor(constant_coefficients(self.num_skips, kappa)))
+
+    def coefficient(self, index: int, skip: Tensor) -> Coefficient:
+        return self.now[index - 1].to(skip.dtype)
+
+    def current(self) -> list[float]:
+        return [float(f"{value:.6g}") for value in self.now.tolist()]

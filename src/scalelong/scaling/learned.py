@@ -69,6 +69,20 @@ class LearnableKappa(nn.Module):
         return self.kappa.expand_as(pooled)
 
 
+class TimeGate(nn.Module):
+    """module="time": sigmoid(W1 act(W2 p)) of the skip's time token p (B, C), one coefficient per token."""
+
+    def __init__(self, size: SkipSize, reduction: int, activation: str, start: float | None = None) -> None:
+        super().__init__()
+        self.zeta = _bottleneck(size.channels, max(1, size.channels // reduction), size.tokens or 0, activation)
+        last: Any = self.zeta[-1]
+        _shift_bias(last.bias, start)
+
+    def forward(self, token: Tensor) -> Tensor:
+        weight: Any = self.zeta[0].weight
+        return torch.sigmoid(self.zeta(token.to(weight.dtype)))
+
+
 def _bottleneck(inputs: int, hidden: int, outputs: int, activation: str) -> nn.Sequential:
     """zeta(x) = W1 act(W2 x) with biases (Eq. 11; Eq. 12 and 13 have the same form)."""
     return nn.Sequential(nn.Linear(inputs, hidden), ACTIVATIONS[activation](), nn.Linear(hidden, outputs))
@@ -86,6 +100,7 @@ class LearnedScaling(Scaling):
 
     axis="tokens" averages over channels and gates tokens, as the paper does on transformers, for a fixed number of tokens.
     axis="channels" averages over positions and gates channels, at any resolution.
+    axis="time" gates tokens by the time token of the skip instead of averages.
     """
 
     _checked = False  # whether a training step has shown if the gates are trained
@@ -100,13 +115,17 @@ class LearnedScaling(Scaling):
             self._report_frozen(skip)
         size = self.sizes[index - 1]
         batch, channel = size.batch_dim, skip.ndim - 1 if size.channels_last else 1
-        if self.axis == "tokens" and skip.shape[1 - batch] != size.tokens:
+        if self.axis in ("tokens", "time") and skip.shape[1 - batch] != size.tokens:
             given = f"{size.tokens} tokens, skip {index} has {skip.shape[1 - batch]}"
             raise ValueError(f"scaling.axis: the gates were built for {given}; pass axis='channels' for any resolution")
-        gated = 1 - batch if self.axis == "tokens" else channel
+        gated = channel if self.axis == "channels" else 1 - batch
         averaged, transposed = [d for d in range(skip.ndim) if d not in (batch, gated)], gated < batch
-        pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
-        kappa: Tensor = self.gates[self.gate_of[index - 1]](pooled.t() if transposed else pooled).to(skip.dtype)
+        if self.axis == "time":
+            pooled = skip.select(1 - batch, size.time_token or 0)  # (B, C)
+        else:
+            pooled = skip.mean(dim=averaged) if averaged else skip  # GAP: (B, N), or (N, B)
+            pooled = pooled.t() if transposed else pooled
+        kappa: Tensor = self.gates[self.gate_of[index - 1]](pooled).to(skip.dtype)
         self.record(index, kappa.mean())
         shape = [skip.shape[d] if d in (batch, gated) else 1 for d in range(skip.ndim)]
         return (kappa.t() if transposed else kappa).reshape(shape)
@@ -135,6 +154,13 @@ def learned_scaling(
     one_each = list(range(len(sizes)))
     if module == "learnable":  # independent of the input: any number of tokens will do
         return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
+    if module == "time":
+        if any(size.time_token is None or not size.tokens for size in sizes):
+            reason = "the skips of this model hold no time token, or it is not known where"
+            raise ValueError(f"scaling.module: 'time' reads a token of scalelong.UViT; {reason}; use module='se'")
+        count = 1 if shared else len(sizes)
+        gates: list[nn.Module] = [TimeGate(size, reduction, activation, start) for size in sizes[:count]]
+        return LearnedScaling(sizes, "time", gates, [0] * len(sizes) if shared else one_each)
     if axis == "auto":  # the paper's choice: tokens on transformers, channels on convolutional networks
         axis = "tokens" if all(size.channels_last and size.tokens for size in sizes) else "channels"
     if axis == "tokens" and not all(size.tokens and size.channels_last for size in sizes):

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scalelong.errors import unknown_name
-from scalelong.scaling.baselines import BlockScaling, FreeU, MagnitudePreserving, SkipLayerNorm
-from scalelong.scaling.constant import CONSTANT_METHODS, FIXED_METHODS, ConstantScaling, Scaling, SkipSize
+from scalelong.scaling.baselines import BlockScaling, FreeU, MagnitudePreserving, SkipLayerNorm, SkipTuning
+from scalelong.scaling.constant import (
+    CONSTANT_METHODS,
+    FIXED_METHODS,
+    AnnealedScaling,
+    ConstantScaling,
+    Scaling,
+    SkipSize,
+    subset_coefficients,
+)
 from scalelong.scaling.learned import ACTIVATIONS, learned_scaling
 
 Options = Mapping[str, Any]
@@ -75,6 +83,7 @@ class Method:
     check: Callable[[Options], None] = lambda _: None
     needs: Needs = "skips"  # what must be known about a model to build it
     constant: bool = False  # it multiplies each skip by a fixed number and does nothing else
+    sampling_only: bool = False  # for models that are trained already
 
     @property
     def defaults(self) -> Options:
@@ -88,6 +97,10 @@ def _constant(rule: Callable[[int, float], list[float]]) -> Method:
         return ConstantScaling([each for count in per_u.values() for each in rule(count, kappa)])
 
     return Method(build, _check_kappa, constant=True)
+
+
+def _subset(sizes: Sequence[SkipSize], removed: str = "inner", count: int = 1) -> Scaling:
+    return ConstantScaling(subset_coefficients(len(sizes), removed, count))
 
 
 def _fixed(kappa: float) -> Method:
@@ -105,13 +118,33 @@ def _check_kappa(options: Options) -> None:
 
 
 def _check_learned(options: Options) -> None:
-    choices = {"module": ("se", "ie", "learnable"), "activation": ACTIVATIONS, "axis": ("auto", "tokens", "channels")}
+    choices = {
+        "module": ("se", "ie", "learnable", "time"),
+        "activation": ACTIVATIONS,
+        "axis": ("auto", "tokens", "channels"),
+    }
     for key, allowed in choices.items():
         if options[key] not in allowed:
             raise unknown_name(f"scaling.{key}", options[key], allowed)
     _check_count("reduction", options, "the paper uses 16")
     if options["start"] is not None:
         _check_number("start", options, 0, 1, "omit it to start at 1/2, or pass 0.95 to start near no scaling")
+
+
+def _check_annealed(options: Options) -> None:
+    _check_kappa(options)
+    _check_count("anneal_steps", options, "a tenth of the training is a start")
+
+
+def _check_subset(options: Options) -> None:
+    if options["removed"] not in ("inner", "outer"):
+        raise unknown_name("scaling.removed", options["removed"], ("inner", "outer"))
+    _check_count("count", options, "it is the number of skips to remove")
+
+
+def _check_tuning(options: Options) -> None:
+    for key in ("inner", "outer"):
+        _check_number(key, options, 0, 2, "Skip-Tuning shrinks the inner skips the most, for example to 0.8")
 
 
 def _check_freeu(options: Options) -> None:
@@ -139,10 +172,13 @@ def _check_number(key: str, options: Options, low: float, high: float, advice: s
 METHODS: Mapping[str, Method] = {
     **{name: _fixed(kappa) for name, kappa in FIXED_METHODS.items()},
     **{name: _constant(rule) for name, rule in CONSTANT_METHODS.items()},
+    "cs_annealed": Method(AnnealedScaling, _check_annealed),
+    "subset": Method(_subset, _check_subset, constant=True),
     "ls": Method(learned_scaling, _check_learned),
     "mp_cat": Method(MagnitudePreserving, lambda given: _check_number("t", given, 0, 1, "EDM2 uses 0.5"), "operands"),
     "layernorm": Method(SkipLayerNorm, lambda given: _check_number("eps", given, 0, 1, "1e-6 is usual")),
-    "freeu": Method(FreeU, _check_freeu, needs="operands"),
+    "skip_tuning": Method(SkipTuning, _check_tuning, constant=True, sampling_only=True),
+    "freeu": Method(FreeU, _check_freeu, needs="operands", sampling_only=True),
     "rezero": Method(lambda sizes, *, blocks: BlockScaling(sizes, blocks, None), needs="blocks"),
     "stable_tau": Method(
         lambda sizes, tau=0.1, *, blocks: BlockScaling(sizes, blocks, tau),

@@ -95,9 +95,9 @@ def apply(
 ) -> Handle:
     """Scale the long skips of `model` in place; on any error the model is left unchanged.
 
-    method: "none", "rsqrt2"; "universal", "cs", "cs_reversed" (kappa, allow_amplify); "ls" (shared, reduction, module,
-    activation, axis, start); "mp_cat" (t), "layernorm" (affine, eps), "freeu" (s1, s2, b1, b2, threshold), "rezero",
-    "stable_tau" (tau).
+    method: "none", "rsqrt2"; "universal", "cs", "cs_reversed" (kappa, allow_amplify); "cs_annealed" (anneal_steps too);
+    "ls" (shared, reduction, module, activation, axis, start); "subset" (removed, count), "mp_cat" (t), "layernorm" (affine,
+    eps), "skip_tuning" (inner, outer), "freeu" (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau).
     example: arguments of the model's forward, as a tensor, a tuple, a dict or a pair (args, kwargs); required for classes
     that are not in `known_families()`. Skips found with it are checked by `verify`, in 2N + 3 runs of deep copies.
     placement: "before", as in the paper, scales the skip itself; "after_norm", for constant methods, scales behind a

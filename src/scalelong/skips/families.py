@@ -219,7 +219,8 @@ def _uvit(model: Any) -> Iterator[Found]:
     for b in range(blocks):
         consumer = f"out_blocks.{b}.skip_linear"
         width = model.out_blocks[b].skip_linear.out_features
-        size = SkipSize(width, model.num_tokens, channels_last=True, main=width)
+        token = int(model.label_emb is not None)  # [class, time, ...] or [time, ...]
+        size = SkipSize(width, model.num_tokens, channels_last=True, time_token=token, main=width)
         slot = Fused(Argument(1, "skip"), Argument(0, "x"))
         yield f"in_blocks.{blocks - 1 - b}", consumer, size, "full", consumer, slot
 

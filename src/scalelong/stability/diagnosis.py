@@ -158,6 +158,5 @@ def _advice_elsewhere(found: Sequence[Sentence], config: RunConfig) -> list[Sent
 def _oscillations(run: Run, what: str) -> dict[str, float]:
     """Relative oscillation of each block's "norm" or "gradient" after the warm-up."""
     keys = [key for key in run.probe.keys if key.startswith(f"{what}/")]
-    blocks, warmup = [key.removeprefix(f"{what}/") for key in keys], run.config.optimizer.warmup_steps
-    found = {block: run.oscillation(block, what=what, after=warmup) for block in blocks}
+    found = {key.removeprefix(f"{what}/"): run.oscillation(key.removeprefix(f"{what}/"), what=what) for key in keys}
     return {block: value for block, value in found.items() if not math.isnan(value)}

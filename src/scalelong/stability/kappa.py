@@ -2,7 +2,8 @@
 
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
-kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py), so 0.7 is recommended beside the interval.
+kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py), and the longest runs have the unscaled network ahead
+up to `CROSSOVER` steps (experiments/results/study): 0.7 is recommended for longer runs, no scaling for shorter ones.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from scalelong.report.colours import BLUE, ORANGE, PINK
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
+CROSSOVER = 30_000  # steps from which on CS was level with or ahead of the unscaled network in training loss
 TAIL = 0.97  # Sec. 4.1: "more than 97% of the values are smaller than 5"
 _CHUNK = 256
 
@@ -65,7 +67,7 @@ class Recommendation:
     ||eps||^2 / ||x_t||^2 has mean ...
     """
 
-    kappa: float  # the recommended value
+    kappa: float  # the recommended value; 1: no scaling
     middle: float  # the kappa whose sum is the geometric middle of the interval
     kappa_interval: tuple[float, float]  # for CS with num_skips; 0 means that any small kappa will do
     sum_interval: tuple[float, float]  # mean and 97% quantile of the ratio
@@ -75,23 +77,37 @@ class Recommendation:
     prediction: str
     ratios: tuple[float, ...]  # every sampled ||target||^2 / ||x_t||^2, sorted
     readings: tuple[Reading, ...]  # of the mean ratio; the first is the one used above
+    steps: int | None  # of the training, if known
     warnings: tuple[str, ...]
 
     @property
     def reasoning(self) -> str:
         """The derivation of the interval and of the recommended value, in sentences."""
         (mean, tail), (low, high), n = self.sum_interval, self.kappa_interval, self.num_skips
-        place = "inside" if low <= self.kappa <= high else "above" if self.kappa > high else "below"
+        place = "inside" if low <= USUAL_KAPPA <= high else "above" if high < USUAL_KAPPA else "below"
         reached = math.isclose(sum_of_squares(self.middle, n) ** 2, mean * tail, rel_tol=1e-6)
         target = "eps" if self.prediction == "noise" else f"target ({self.prediction})"
         return (
             f"||{target}||^2 / ||x_t||^2 has mean {mean:.3f} and {TAIL:.0%} quantile {tail:.3f} over {self.samples} "
             f"samples. Sec. 4.1 asks for sum_j kappa_j^2 between the two: with N = {n} skips and kappa_i = kappa^(i-1), "
             f"kappa from {low:.3f} to {high:.3f} (geometric middle {self.middle:.3f}{'' if reached else ', clamped'}). "
-            f"Recommended: {self.kappa:g}, {place} the interval, where the sum is {sum_of_squares(self.kappa, n):.3f}. No "
-            f"rule that looks at the data or at the initial model chose better than {USUAL_KAPPA:g} by more than the noise, "
-            "the middle of this interval included; where it matters, try a few values."
+            f"{USUAL_KAPPA:g} is {place} the interval, where the sum is {sum_of_squares(USUAL_KAPPA, n):.3f}; no rule that "
+            "looks at the data or at the initial model chose better by more than the noise, the middle of this interval "
+            f"included. {self.advice}"
         )
+
+    @property
+    def advice(self) -> str:
+        """What to use for the length of the training."""
+        early = (
+            f"before about {CROSSOVER:,} steps our longest comparison (one seed) has the unscaled network ahead, and no"
+        )
+        early += " shorter one shows a clear gain"
+        if self.steps is None:
+            return f"But {early}: use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
+        if self.steps < CROSSOVER:
+            return f"But {early}: for {self.steps:,} steps, no scaling (kappa = 1) is recommended."
+        return f"For {self.steps:,} steps {USUAL_KAPPA:g} is recommended; {early}."
 
 
 def recommend_kappa(
@@ -102,6 +118,7 @@ def recommend_kappa(
     prediction: str = "",  # of the network; default: the process's own, the noise
     samples: int = 4096,
     seed: int = 0,
+    steps: int | None = None,  # of the training
 ) -> Recommendation:
     """The interval of Sec. 4.1 for your data, noise process and number of skips, and one kappa; deterministic.
 
@@ -133,12 +150,13 @@ def recommend_kappa(
         Reading(name, ratio, (kappa_for_sum(ratio, num_skips), kappa_for_sum(interval[1], num_skips)))
         for name, ratio in means.items()
     ]
-    kappa, kappas = USUAL_KAPPA if num_skips > 1 else 1.0, readings[0].kappa_interval
+    short = steps is not None and steps < CROSSOVER
+    kappa, kappas = 1.0 if short or num_skips == 1 else USUAL_KAPPA, readings[0].kappa_interval
     middle = kappa_for_sum(math.sqrt(math.prod(interval)), num_skips)
     error = float(ratios.std() / math.sqrt(samples))
     return Recommendation(
         kappa, middle, kappas, interval, num_skips, samples, error, objective.prediction, tuple(ratios.tolist()),
-        tuple(readings), (*warnings, *_clamp_warnings(*interval, num_skips)),
+        tuple(readings), steps, (*warnings, *_clamp_warnings(*interval, num_skips)),
     )  # fmt: skip
 
 

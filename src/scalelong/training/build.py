@@ -15,7 +15,7 @@ from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import SettingError, require, require_memory
 from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, check_settings
-from scalelong.scaling.registry import ScalingConfig
+from scalelong.scaling.registry import METHODS, ScalingConfig
 
 UNCONDITIONAL = Conditioning()
 GROUPS = 32  # of the UNets' group norms
@@ -30,9 +30,12 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     condition, optimizer, sampling, training = config.condition, config.optimizer, config.sampling, config.training
     check_settings(config)
     ScalingConfig.create(config.scaling.method, **config.scaling.options())
-    if config.scaling.method == "freeu":
-        raise ValueError("scaling.method: 'freeu' is for sampling from a trained model; train with another method")
+    method = config.scaling.method
+    if METHODS[method].sampling_only:
+        raise ValueError(f"scaling.method: {method!r} is for sampling from a trained model; train with another method")
     resolve_sampling(sampling, build_objective(config).process)
+    if optimizer.name == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"optimizer.name: muon needs torch 2.9 or newer, this is {torch.__version__}; use adamw")
     require(optimizer.lr > 0, "optimizer.lr", "positive", optimizer.lr)
     require(all(beta < 1 for beta in optimizer.betas), "optimizer.betas", "in [0, 1)", optimizer.betas)
     require(training.ema_decay < 1, "training.ema_decay", "in [0, 1)", training.ema_decay)
@@ -98,7 +101,8 @@ def build_source(config: RunConfig) -> Source:
 
 
 def build_objective(config: RunConfig) -> Objective:
-    return Objective(get_process(config.diffusion.process), config.diffusion.prediction)
+    diffusion = config.diffusion
+    return Objective(get_process(diffusion.process), diffusion.prediction, diffusion.min_snr_gamma)
 
 
 def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UNCONDITIONAL) -> nn.Module:

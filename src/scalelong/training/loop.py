@@ -264,7 +264,9 @@ class Trainer:
             tensors = {
                 "model": self.model.state_dict(),
                 "ema": self.ema.model.state_dict(),
-                "optimizer": optimizer_tensors(self.stepper.optimizer, self.model),
+                "optimizer": {
+                    k: v for o in self.stepper.optimizers for k, v in optimizer_tensors(o, self.model).items()
+                },
             }
             state = {
                 "step": self.step,
@@ -305,7 +307,8 @@ class Trainer:
             raise CheckpointError(f"{path}: was trained with other classes or another text encoder; use a new folder")
         self.model.load_state_dict(tensors["model"])
         self.ema.model.load_state_dict(tensors["ema"])
-        restore_optimizer(self.stepper.optimizer, self.model, tensors["optimizer"])
+        for optimizer in self.stepper.optimizers:
+            restore_optimizer(optimizer, self.model, tensors["optimizer"])
         if self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
         self.guard.restore(state["guard"])

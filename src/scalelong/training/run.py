@@ -29,6 +29,8 @@ from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.runs.validation import short_lines
+from scalelong.scaling.baselines import TunedScaling
+from scalelong.skips.hooks import replace_scaling, scaling_of
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint, load_newest
@@ -209,7 +211,8 @@ def sample_batches(
         with Progress(total=len(chosen), desc="sample", unit="img", disable=not progress) as bar:
             for index in parts:
                 padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
-                with evaluating(module), context, fused.inference(module, enabled=fast):
+                tuned = skip_tuned(module, settings.skip_tuning)
+                with evaluating(module), tuned, context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
                     start = (seed, padded, shape)
                     images = sample(objective, counted, start, settings, null=null, **given)[: len(index)]
@@ -221,6 +224,20 @@ def sample_batches(
             bar.update(len(chosen) - bar.n)
 
     return batches()  # the checks above are made at once, not with the first batch
+
+
+@contextmanager
+def skip_tuned(module: nn.Module | None, inner: float) -> Iterator[None]:
+    """Shrink the skips of a scaled model inside, linearly down to `inner` for the innermost (Skip-Tuning)."""
+    if inner == 1 or module is None:
+        yield
+        return
+    scaling = scaling_of(module)
+    replace_scaling(module, TunedScaling(scaling, inner))
+    try:
+        yield
+    finally:
+        replace_scaling(module, scaling)
 
 
 @contextmanager

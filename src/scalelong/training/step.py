@@ -1,7 +1,7 @@
 """One optimizer step: forward, backward, update where all gradients are finite, average.
 
 pending = stepper.compute(step, batches)   # gradients
-stepper.update(pending)                    # AdamW
+stepper.update(pending)                    # AdamW, or Muon and AdamW
 ema.update(step)                           # averaged weights
 stepper.clear()
 result = pending.read()                    # loss and gradient norm; waits for the device
@@ -26,7 +26,8 @@ from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.failpoints import protected
-from scalelong.runs.settings import RunConfig
+from scalelong.runs.settings import OptimizerSettings, RunConfig
+from scalelong.skips.hooks import scaling_of
 from scalelong.training.condition import Condition
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,9 +48,8 @@ class Stepper:
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
         self.model, self.condition = model, condition or Condition(device)
-        lr, betas, decay = config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=decay, fused=fused)
+        self.scaling = scaling_of(model)
+        self.optimizers = make_optimizers(config.optimizer, model, device)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
@@ -68,8 +68,9 @@ class Stepper:
 
         `stop`: this rank was asked to stop. `limit`: a larger loss is not applied.
         """
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(self.config, step)
+        self.scaling.advance(step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
         samples = []
         for part, batch in enumerate(micro_batches, start=1):
@@ -80,7 +81,8 @@ class Stepper:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                 self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
             samples.append((loss.detach(), batch.index, t))
-        self.scaler.unscale_(self.optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
         losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
         shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
@@ -90,16 +92,21 @@ class Stepper:
         return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
 
     def update(self, pending: Pending) -> None:
-        """Apply the gradients unless they are not finite or the loss is above its limit; does not wait for the device."""
+        """Apply the gradients unless they are not finite or the loss is above its limit.
+
+        With AdamW alone and no limit this does not wait for the device.
+        """
         if self.scaler.is_enabled():
             if math.isinf(pending.limit) or pending.usable:  # the scaler looks for what is not finite, not for spikes
-                self.scaler.step(self.optimizer)
+                for optimizer in self.optimizers:
+                    self.scaler.step(optimizer)
             self.scaler.update()
-        elif self.device.type == "cuda":
-            self.optimizer.found_inf = (~pending.usable).float()  # type: ignore[attr-defined]  # fused AdamW reads it
-            self.optimizer.step()
-        elif pending.usable:
-            self.optimizer.step()
+        elif self.device.type == "cuda" and len(self.optimizers) == 1:
+            self.optimizers[0].found_inf = (~pending.usable).float()  # type: ignore[attr-defined]  # fused AdamW reads it
+            self.optimizers[0].step()
+        elif pending.usable:  # with Muon this waits for the device
+            for optimizer in self.optimizers:
+                optimizer.step()
 
     def discard(self) -> None:
         """Drop the gradients without applying them; afterwards `compute` may unscale again."""
@@ -110,7 +117,8 @@ class Stepper:
         self.clear()
 
     def clear(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -209,6 +217,24 @@ class EMA:
         torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
         for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
             mine.copy_(theirs)
+
+
+def make_optimizers(settings: OptimizerSettings, model: nn.Module, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters; or Muon for the weights of linear layers, with updates as large as AdamW's, and AdamW for
+    the others: embeddings, convolutions, norms, biases, and the output layer of the U-ViT."""
+    matrices = {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if settings.name == "muon" and isinstance(module, nn.Linear) and name != "decoder_pred"
+    }
+    muon, other = ([p for p in model.parameters() if (id(p) in matrices) == chosen] for chosen in (True, False))
+    decay, fused = settings.weight_decay, device.type == "cuda"
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=fused)
+    ]
+    if muon:
+        optimizers.append(torch.optim.Muon(muon, settings.lr, decay, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def is_main_rank() -> bool:

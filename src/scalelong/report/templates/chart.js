@@ -108,7 +108,7 @@ class Chart {
     const ys = shown.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]).filter((y) => !spec.log || y > 0);
     let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     let [y0, y1] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
-    if (spec.x_kind !== "index") x0 = 0;
+    if (spec.x_kind !== "index" && spec.x_kind !== "quality") x0 = 0;
     if (x1 === x0) [x0, x1] = [x0 - 0.5, x1 + 0.5];
     if (spec.top && y1 > spec.top) y1 = spec.top;
     if (spec.log) return [x0, x1, y0 / 1.15, y1 * 1.15];
@@ -121,8 +121,9 @@ class Chart {
     const [left, right, top, bottom] = this.frame;
     const [x0, x1, y0, y1] = this.limits;
     const f = this.spec.log ? (v) => Math.log(Math.max(v, 1e-30)) : (v) => v;
-    this.x = (v) => left + ((v - x0) / (x1 - x0)) * (right - left);
-    this.back = (px) => x0 + ((px - left) / (right - left)) * (x1 - x0);
+    const [from, to] = this.spec.x_kind === "quality" ? [x1, x0] : [x0, x1]; // lower values are better
+    this.x = (v) => left + ((v - from) / (to - from)) * (right - left);
+    this.back = (px) => from + ((px - left) / (right - left)) * (to - from);
     this.y = (v) => bottom - ((f(v) - f(y0)) / (f(y1) - f(y0))) * (bottom - top);
   }
 
@@ -203,6 +204,10 @@ class Chart {
     }
     if (series.rawX) svg(part, "path", { d: this.path(series.rawX, series.rawY), class: "raw", style });
     svg(part, "path", { d: this.path(series.x, series.y), class: series.group < 0 ? "main reference" : "main", style });
+    for (const at of series.marks || []) {
+      const y = this.y(series.y[nearest(series.x, at)]);
+      svg(part, "circle", { cx: this.x(at), cy: y, r: 5, class: "mark", style });
+    }
     if (this.spec.dots)
       series.x.forEach((x, i) =>
         svg(part, "circle", { cx: this.x(x), cy: this.y(series.y[i]), r: 3, style: `fill:${this.colour(series)}` }));
@@ -276,6 +281,7 @@ class Chart {
     const { spec } = this;
     if (spec.names) return spec.names[x];
     if (spec.x_kind === "index") return `skip ${x}`;
+    if (spec.x_kind === "quality") return exactNumber(x);
     if (spec.x_kind === "steps") return `step ${Math.round(x).toLocaleString("en")}`;
     const [unit, name] = timeUnit(this.limits[1]);
     return `${+(x / unit).toPrecision(3)} ${name}`;

@@ -1,0 +1,111 @@
+"""The overview of docs/claims.md: every figure and table of the paper, what was measured, and the verdict.
+
+Run by scripts/figures_table.py. Measurements and verdicts come from experiments/results; only the paper's claims and what is
+not measured are written here.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from scalelong.report.speedup import Curve, describe, speed_up
+
+RESULTS = Path(__file__).parents[1] / "experiments" / "results"
+QUEUED = "not measured at a length that decides; queued in `experiments/study/queue.yaml`"
+PAPER = (  # item, claim, folder of results (without its scale), column of the study, or why there is no measurement
+    ("Fig. 1", "CS and LS reduce the oscillation of features, rsqrt2 less", "fig01-oscillation"),
+    ("Figs. 2 and 4", "diagrams of the UNet and of LS", "drawn by `scalelong inspect`; nothing to measure"),
+    ("Fig. 3", "sizes of x_t and eps; CS and LS resist extra noise", "fig03-distributions"),
+    ("Fig. 5", "CS and LS train 1.5x faster", "study: test_loss"),
+    ("Fig. 6", "the gain is larger for small batches and deep networks", f"{QUEUED} (d)"),
+    ("Fig. 7", "LS learns coefficients near the curve of CS", "fig07-learned-kappa"),
+    ("Figs. 8 to 10", "sample images", "[ours](reproduce.md), far shorter runs; images are not judged by eye"),
+    ("Fig. 11", "block norms exceed 1 and grow in training", "fig11-block-norms"),
+    ("Fig. 12", "Fig. 1 holds for every seed", "fig12-seeds"),
+    ("Fig. 13", "kappa above 1 hurts", "fig13-amplify"),
+    ("Table 1", "lower FID with CS and LS in every setting", "study: fid"),
+    ("Table 2", "LS is robust to its design", f"{QUEUED} (e)"),
+    ("Table 3", "scaling block outputs instead (ReZero, stable-tau) is worse", f"{QUEUED} (e)"),
+    ("Table 4", "the direction of CS matters", "table4-direction"),
+    (
+        "Tables 5 and 6",
+        "data sets and settings",
+        "[presets](train.md) of the same names; held by `tests/runs/test_settings.py`",
+    ),
+    ("Lemma 3.2, Theorems 3.1, 3.3, 3.4", "see there", "[checked numerically](theory.md), statement by statement"),
+)
+
+
+def overview() -> str:
+    lines = ["| of the paper | claim | measured | verdict | seeds | scale | command |", "|---|---|---|---|---|---|---|"]
+    for item, claim, source in PAPER:
+        study, _, column = source.partition(": ")
+        measured = _study(column) if study == "study" else _folders(source)
+        found = list(measured) or [(source, "", "", "", "")]
+        for row in found:
+            cells = (item, claim, *row)
+            lines.append("| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _folders(name: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """Measured (the first statement), verdict, seeds, scale and command of an experiment, at each scale."""
+    for folder in sorted(RESULTS.glob(f"{name}-[cg]pu")):
+        summary = json.loads((folder / "summary.json").read_text())
+        claims = summary["claims"]
+        agree = sum(claim["agrees"] is True for claim in claims)
+        verdict = "agrees" if agree == len(claims) else "**disagrees**" if not agree else "mixed"
+        page = f"[all](figures.md), {agree} of {len(claims)} statements agree"
+        yield (
+            f"{claims[0]['measured']} ({page})",
+            verdict,
+            _seeds(folder),
+            summary["setting"],
+            f"`{summary['command']}`",
+        )
+
+
+def _seeds(folder: Path) -> str:
+    seeds: set[str] = set()
+    for path in folder.glob("*.csv"):
+        with path.open() as file:
+            seeds |= {row["seed"] for row in csv.DictReader(file) if row.get("seed")}
+    return str(len(seeds)) if seeds else "1"
+
+
+def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
+    """One column of the long runs against the unscaled run of the same seed; pieces of other protocols apart."""
+    with (RESULTS / "study" / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    pieces: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in rows:
+        pieces[re.sub(r"-seed\d+.*$", "", row["experiment"])].append(row)
+    what = {"test_loss": "test loss", "fid": "FID-10k"}[column]
+    for piece, own in pieces.items():
+        curves = _curves(own, column)
+        base = {seed: curve for (method, seed), curve in curves.items() if method == "none"}
+        said, behind, seeds = [], [], set()
+        for method in dict.fromkeys(method for method, _ in curves if method != "none"):
+            pairs = {seed: (curve, base[seed]) for (m, seed), curve in curves.items() if m == method and seed in base}
+            if (found := speed_up(list(pairs.values()))) is not None:
+                said.append(describe(method, "none", what, found))
+                behind.append(not found.lead.ahead_at_end)
+                seeds |= pairs.keys()
+        if said:
+            verdict = "not decided: one seed" if len(seeds) == 1 else "**disagrees**" if all(behind) else "see text"
+            scale = f"piece {piece}: U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128"
+            yield " ".join(said), verdict, str(len(seeds)), scale, "`python experiments/study/piece.py`"
+
+
+def _curves(rows: list[dict[str, str]], column: str) -> dict[tuple[str, str], Curve]:
+    found: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.get(column):
+            point = (int(row["step"]), float(row[column]), float(row["seconds"]))
+            found[row["method"], row["seed"]].append(point)
+    return {key: Curve(*map(list, zip(*sorted(points), strict=True))) for key, points in found.items()}

@@ -1,0 +1,73 @@
+"""Validation loss of the averaged weights, in ten bins of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from scalelong.backbones import as_network
+from scalelong.data import load_source
+from scalelong.data.loader import caption_rows
+from scalelong.errors import require
+from scalelong.random import normal, uniform
+from scalelong.runs.reader import NOISE_BINS
+from scalelong.training.condition import make_condition
+from scalelong.training.loop import Trainer
+from scalelong.training.run import evaluating
+from scalelong.training.step import autocast
+
+SEED = 0  # of times and noises: the same for every run, so that runs of any seed compare
+
+
+class ValidationObserver:
+    """Observer of a `Trainer`: the loss of the averaged weights on the first images of a split, at every `every` steps.
+
+    Image i has a fixed noise and a fixed time in bin i mod 10 of the training times, from little noise to much; the mean
+    over the bins is the training loss that the network would have on these images.
+
+    >>> from scalelong.runs.presets import get_preset
+    >>> trainer = Trainer(get_preset("digits-demo"), "validated-run")
+    >>> observer = ValidationObserver(trainer, "train", every=100, images=20)
+    >>> sorted(observer(100, trainer.model))[:3]
+    ['bins', 'images', 'loss']
+    """
+
+    kind = "validation"
+
+    def __init__(self, trainer: Trainer, split: str = "test", every: int = 1000, images: int = 2000) -> None:
+        require(images >= NOISE_BINS, "validate-images", f"at least {NOISE_BINS}, one per bin", images)
+        data = trainer.config.data
+        self.trainer, self.every, self.split = trainer, every, split
+        self.source = load_source(data.name, image_size=data.image_size, split=split, root=data.root)
+        if self.source.shape != trainer.source.shape:
+            sizes = f"{self.source.shape}, those of {data.split!r} are {trainer.source.shape}"
+            raise ValueError(f"validate-split: images of {split!r} are {sizes}; set data.image_size")
+        self.condition = make_condition(trainer.config, self.source, trainer.device)
+        count = min(images, len(self.source))
+        self.index = torch.arange(count - count % NOISE_BINS)
+
+    def __call__(self, step: int, model: nn.Module) -> Mapping[str, Any] | None:  # noqa: ARG002
+        """The record of this step; None if none is due. Every rank computes it, the first writes it."""
+        if step % self.every and step != self.trainer.config.training.steps:
+            return None
+        trainer, losses = self.trainer, []
+        with torch.no_grad(), evaluating(trainer.ema.model), autocast(trainer.device, trainer.stepper.dtype):
+            for index in torch.split(self.index, 500):
+                losses.append(self._losses(index).double().cpu())
+        bins = torch.cat(losses).view(-1, NOISE_BINS).mean(0).tolist()
+        about = {"split": self.split, "images": len(self.index)}
+        return {"loss": sum(bins) / NOISE_BINS, "bins": bins, **about}
+
+    def _losses(self, index: torch.Tensor) -> torch.Tensor:
+        trainer, source = self.trainer, self.source
+        objective, on_device = trainer.objective, index.to(trainer.device)
+        stored = source.read_many(index.tolist()).to(trainer.device)
+        images = source.prepare(stored, SEED, on_device, None)
+        u = (index.to(trainer.device) % NOISE_BINS + uniform(SEED, "validation/time", on_device)) / NOISE_BINS
+        noise = normal(SEED, "validation/noise", on_device, source.shape)
+        condition = self.condition.at_rows(caption_rows(SEED, index, index, source.caption_counts))
+        net, t = as_network(trainer.ema.model), objective.process.time_from_uniform(u)
+        return objective.loss(net, images, noise, t, **condition)
