@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scalelong import parametrization as mup
     from scalelong.backbones import UViT, UViTConfig, load_official_uvit
     from scalelong.skips import (
         Handle,
@@ -48,6 +49,8 @@ _ELSEWHERE |= {"UViT": "backbones", "UViTConfig": "backbones", "load_official_uv
 def __getattr__(name: str) -> Any:
     if name in __all__:
         value = getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'skips')}"), name)
+    elif name == "mup":
+        value = import_module(f"{__name__}.parametrization")
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")  # a subpackage: scalelong.skips after `import scalelong`
     else:
