@@ -24,7 +24,7 @@ INPUT, OUTPUT = "mup_input_multiplier", "mup_output_multiplier"  # attributes of
 _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of wrapped modules
 
 
-def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False) -> nn.Module:
+def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False, check_optimizers=True) -> nn.Module:
     """Put `model` into muP relative to `base`, in place, and return it; on any error it is left unchanged.
 
     base: the same class at base width, best built under `torch.device("meta")`; only its shapes are read.
@@ -48,7 +48,8 @@ def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, s
         same = "no dimension of any tensor differs from the model's, so none is found to be infinite"
         raise ValueError(f"base: {same}; give a base of another width, or pass same_width=True if that is meant")
     plan = make_plan(model, shapes, {name: size for name, _, size in attentions(base)}, initialize)
-    _check_no_optimizer(model)
+    if check_optimizers:
+        _check_no_optimizer(model)
     _attach(model, plan)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
