@@ -61,7 +61,7 @@ def mmdit(width: int) -> nn.Module:
 
 
 def utransformer(width: int) -> nn.Module:
-    from diffusers.pipelines.unidiffuser.modeling_uvit import UTransformer2DModel
+    from diffusers.pipelines.deprecated.unidiffuser.modeling_uvit import UTransformer2DModel
 
     return UTransformer2DModel(
         num_attention_heads=width // HEAD, attention_head_dim=HEAD, in_channels=4, num_layers=3, sample_size=8,

@@ -75,7 +75,9 @@ class CoordinateCheck:
 
         Logits of attention may shrink: with 1 / d those of the initial weights do, by 1 / sqrt(d), and training adds to them.
         """
-        every = [(n, step, s) for step in range(min(2, self.steps), self.steps + 1) for n, s in self.slopes(step).items()]
+        every = [
+            (n, step, s) for step in range(min(2, self.steps), self.steps + 1) for n, s in self.slopes(step).items()
+        ]
         return max(every, key=lambda each: each[2] if each[0].endswith(".logits") else abs(each[2]))
 
     @property
@@ -125,12 +127,16 @@ def coordinate_check(
     False
     """
     require(len(set(widths)) >= 2 and min(widths) >= 1, "widths", "at least two different widths", tuple(widths))
-    require(steps >= 1 and seeds >= 1 and lr > 0, "steps", "at least 1, as seeds, with a positive lr", (steps, seeds, lr))
+    require(
+        steps >= 1 and seeds >= 1 and lr > 0, "steps", "at least 1, as seeds, with a positive lr", (steps, seeds, lr)
+    )
     if isinstance(parametrization, str) and parametrization not in PARAMETRIZATIONS:
         raise unknown_name("parametrization", parametrization, PARAMETRIZATIONS)
     prepare = PARAMETRIZATIONS[parametrization] if isinstance(parametrization, str) else parametrization
     with torch.device("meta"):
         base = make_model(widths[0] if base_width is None else base_width)
+        other = make_model(next(width for width in widths if width != (widths[0] if base_width is None else base_width)))
+    readouts = [name for name, role in make_plan(other, base_shapes(other, base)).roles.items() if role.role == "output"]
     records: dict[str, dict[tuple[int, int, int], float]] = {}
     with torch.random.fork_rng(devices=[]):
         for seed in range(seeds):
@@ -139,7 +145,8 @@ def coordinate_check(
                 model = make_model(width)
                 call = example(model) if callable(example) else example
                 call = generated_example(model) if call is None else as_call(call)
-                _zero_readouts(model, base)
+                for name in readouts:
+                    nn.init.zeros_(model.get_parameter(name))
                 optimizer = torch.optim.Adam(prepare(model, base, lr), lr, eps=1e-12)  # eps is not part of the question
                 for step in range(steps + 1):
                     with _recorded(model) as found:
@@ -153,14 +160,9 @@ def coordinate_check(
     shape = (steps + 1, len(widths), seeds)
     whole = {name: values for name, values in records.items() if len(values) == math.prod(shape)}
     arrays = {name: np.array([values[i] for i in np.ndindex(*shape)]).reshape(shape) for name, values in whole.items()}
-    return CoordinateCheck(tuple(widths), arrays, parametrization if isinstance(parametrization, str) else prepare.__name__)
-
-
-def _zero_readouts(model: nn.Module, base: nn.Module) -> None:
-    plan = make_plan(model, base_shapes(model, base), initialize=False)
-    for name, role in plan.roles.items():
-        if role.role == "output":
-            nn.init.zeros_(model.get_parameter(name))
+    return CoordinateCheck(
+        tuple(widths), arrays, parametrization if isinstance(parametrization, str) else prepare.__name__
+    )
 
 
 @contextmanager

@@ -24,7 +24,9 @@ INPUT, OUTPUT = "mup_input_multiplier", "mup_output_multiplier"  # attributes of
 _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of wrapped modules
 
 
-def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False, check_optimizers=True) -> nn.Module:
+def parametrize(
+    model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False, check_optimizers=True
+) -> nn.Module:
     """Put `model` into muP relative to `base`, in place, and return it; on any error it is left unchanged.
 
     base: the same class at base width, best built under `torch.device("meta")`; only its shapes are read.

@@ -82,7 +82,9 @@ def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def make_plan(model: nn.Module, shapes: Shapes, heads: Mapping[str, int] | None = None, initialize: bool = True) -> Plan:
+def make_plan(
+    model: nn.Module, shapes: Shapes, heads: Mapping[str, int] | None = None, initialize: bool = True
+) -> Plan:
     """Roles and multipliers from the shapes and head sizes at base width; weights on the meta device are not measured."""
     plan = Plan(heads=dict(heads or {}))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -101,9 +103,7 @@ def make_plan(model: nn.Module, shapes: Shapes, heads: Mapping[str, int] | None 
         if factor == 1:
             continue
         if isinstance(module, nn.MultiheadAttention):
-            fixed = (
-                f"{path} has heads of {size}, at base width of {plan.heads[path]}, and torch fixes its scale to 1 / sqrt(d)"
-            )
+            fixed = f"{path} has heads of {size}, at base width of {plan.heads[path]}, and torch fixes its scale to 1 / sqrt(d)"
             raise ValueError(f"model: {fixed}; keep the head size and grow the number of heads")
         if hasattr(module, "qkv") and not hasattr(module, "q_norm"):
             plan.scales[path] = factor / math.sqrt(size)
