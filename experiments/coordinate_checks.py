@@ -73,10 +73,18 @@ LATENT = {"hidden_states": _randn(1, 4, 8, 8)}
 CLASSES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
     "UViT": (uvit, {"x": _randn(1, 3, 8, 8), "time": torch.tensor([300.0]), "class_labels": torch.tensor([3])}),
     "DiTTransformer2DModel": (dit, LATENT | {"timestep": torch.tensor([300]), "class_labels": torch.tensor([3])}),
-    "PixArtTransformer2DModel": (pixart, LATENT | {"timestep": torch.tensor([300]), "encoder_hidden_states": _randn(1, 4, 24)}),
+    "PixArtTransformer2DModel": (
+        pixart,
+        LATENT | {"timestep": torch.tensor([300]), "encoder_hidden_states": _randn(1, 4, 24)},
+    ),
     "SD3Transformer2DModel": (
         mmdit,
-        LATENT | {"timestep": torch.tensor([300]), "encoder_hidden_states": _randn(1, 4, 24), "pooled_projections": _randn(1, 24)},
+        LATENT
+        | {
+            "timestep": torch.tensor([300]),
+            "encoder_hidden_states": _randn(1, 4, 24),
+            "pooled_projections": _randn(1, 24),
+        },
     ),
     "UTransformer2DModel": (utransformer, LATENT | {"unpatchify": False, "return_dict": False}),
 }

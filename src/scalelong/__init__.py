@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scalelong import parametrization as mup
+    from scalelong import parametrization as mup  # noqa: F401
     from scalelong.backbones import UViT, UViTConfig, load_official_uvit
+    from scalelong.parametrization import from_pretrained, load
     from scalelong.skips import (
         Handle,
         LongSkip,
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
         coefficients,
         find_skips,
         fold,
-        from_pretrained,
-        load,
         remove,
         save,
         skip_table,
@@ -43,6 +42,7 @@ __all__ += [
 ]
 
 _ELSEWHERE = {"EMA": "training", "load_run": "training", "OscillationProbe": "stability"}
+_ELSEWHERE |= {"load": "parametrization", "from_pretrained": "parametrization"}
 _ELSEWHERE |= {"UViT": "backbones", "UViTConfig": "backbones", "load_official_uvit": "backbones"}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scalelong.errors import require, unknown_name
-from scalelong.parametrization.mup import param_groups, parametrize
+from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 from scalelong.parametrization.shapes import base_shapes, make_plan
 from scalelong.skips.example import as_call, tensors_in
 from scalelong.skips.families import generated_example
@@ -30,7 +30,8 @@ Prepare = Callable[[nn.Module, nn.Module, float], Groups]  # (model, base, lr) -
 
 
 def _mup(model: nn.Module, base: nn.Module, lr: float) -> Groups:
-    return param_groups(parametrize(model, base, same_width=True, check_optimizers=False), lr)
+    apply_plan(model, plan_for(model, base, same_width=True))  # `parametrize` without its search for optimizers
+    return param_groups(model, lr)
 
 
 def _standard(model: nn.Module, base: nn.Module, lr: float) -> Groups:  # noqa: ARG001
@@ -45,7 +46,7 @@ class CoordinateCheck:
     """Mean |activation| of every module at several widths; prints as a table of slopes, steepest first.
 
     >>> net = lambda width: nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
-    >>> found = coordinate_check(net, (32, 64, 128, 256), example=torch.ones(8, 3), seeds=3)
+    >>> found = coordinate_check(net, (32, 64, 128, 256), example=torch.ones(1, 3))
     >>> sorted(found.slopes()), found.flat
     (['', '0', '1', '2', '3'], True)
     """
@@ -123,7 +124,7 @@ def coordinate_check(
     Readouts start at 0: their initial part shrinks as 1 / sqrt(width) in muP and would hide what training adds.
 
     >>> net = lambda width: nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
-    >>> coordinate_check(net, (32, 64, 128, 256), parametrization="standard", example=torch.ones(8, 3)).flat
+    >>> coordinate_check(net, (32, 64, 128, 256), parametrization="standard", example=torch.ones(1, 3)).flat
     False
     """
     require(len(set(widths)) >= 2 and min(widths) >= 1, "widths", "at least two different widths", tuple(widths))
@@ -135,8 +136,15 @@ def coordinate_check(
     prepare = PARAMETRIZATIONS[parametrization] if isinstance(parametrization, str) else parametrization
     with torch.device("meta"):
         base = make_model(widths[0] if base_width is None else base_width)
-        other = make_model(next(width for width in widths if width != (widths[0] if base_width is None else base_width)))
-    readouts = [name for name, role in make_plan(other, base_shapes(other, base)).roles.items() if role.role == "output"]
+        other = make_model(
+            next(width for width in widths if width != (widths[0] if base_width is None else base_width))
+        )
+    plan = make_plan(other, base_shapes(other, base))
+    readouts = [
+        name
+        for name, found in plan.roles.items()
+        if found.role == "output" or name.removesuffix(".bias") in plan.inputs
+    ]
     records: dict[str, dict[tuple[int, int, int], float]] = {}
     with torch.random.fork_rng(devices=[]):
         for seed in range(seeds):

@@ -6,16 +6,24 @@ Multipliers are plain floats on modules, their hooks module-level functions: dee
 from __future__ import annotations
 
 import gc
+import json
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.utils import parametrize as torch_parametrize
 
+from scalelong import skips
 from scalelong.parametrization.shapes import Plan, TensorRole, attentions, base_shapes, make_plan
-from scalelong.skips.hooks import check_unwrapped, reset_compiled
+from scalelong.skips.hooks import CONFIG_KEY, check_unwrapped, drop_hook, reset_compiled
+from scalelong.skips.persistence import local_folder, quiet_diffusers, read_tensors
 
+Model = TypeVar("Model", bound=nn.Module)
 PLAN = "_scalelong_parametrization"  # attribute of a parametrized model
 STAMP = (
     "mup_base_shapes"  # buffer of a parametrized model: its weights do not load unnoticed into another parametrization
@@ -24,9 +32,7 @@ INPUT, OUTPUT = "mup_input_multiplier", "mup_output_multiplier"  # attributes of
 _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of wrapped modules
 
 
-def parametrize(
-    model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False, check_optimizers=True
-) -> nn.Module:
+def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False) -> nn.Module:
     """Put `model` into muP relative to `base`, in place, and return it; on any error it is left unchanged.
 
     base: the same class at base width, best built under `torch.device("meta")`; only its shapes are read.
@@ -45,19 +51,28 @@ def parametrize(
     TensorRole(role='hidden', base=(64, 16), initial=0.5, multiplier=1.0, lr=0.25)
     """
     check_unparametrized(model)
+    plan = plan_for(model, base, initialize, same_width)
+    _check_no_optimizer(model)
+    apply_plan(model, plan)
+    return model
+
+
+def plan_for(model: nn.Module, base: nn.Module, initialize: bool = True, same_width: bool = False) -> Plan:
+    """What `parametrize` would do."""
     shapes = base_shapes(model, base)
     if not same_width and all(tuple(p.shape) == shapes[name] for name, p in model.named_parameters()):
         same = "no dimension of any tensor differs from the model's, so none is found to be infinite"
         raise ValueError(f"base: {same}; give a base of another width, or pass same_width=True if that is meant")
-    plan = make_plan(model, shapes, {name: size for name, _, size in attentions(base)}, initialize)
-    if check_optimizers:
-        _check_no_optimizer(model)
-    _attach(model, plan)
+    return make_plan(model, shapes, {name: size for name, _, size in attentions(base)}, initialize)
+
+
+def apply_plan(model: nn.Module, plan: Plan) -> None:
+    """Attach the plan to the model and rescale its weights."""
+    attach(model, plan)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if plan.roles[name].initial != 1 and not parameter.is_meta:
                 parameter.mul_(plan.roles[name].initial)
-    return model
 
 
 def roles(model: nn.Module) -> Mapping[str, TensorRole]:
@@ -120,6 +135,96 @@ def role_table(model: nn.Module) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table)
 
 
+def fold(model: nn.Module) -> nn.Module:
+    """Multiply the multipliers into the weights, in place: the same function as a plain network, for export.
+
+    >>> net = lambda width: nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 1))
+    >>> model, x = parametrize(net(64), net(16)), torch.ones(2, 3)
+    >>> expected = model(x)
+    >>> torch.allclose(fold(model)(x), expected), len(roles(model))
+    (True, 0)
+    """
+    plan, owners = plan_of(model), Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    changes: list[tuple[Tensor, float]] = []
+    for path, factor in (*plan.inputs.items(), *plan.outputs.items()):
+        module = model.get_submodule(path)
+        if getattr(module, "weight", None) is None or owners[id(module.weight)] > 1:
+            raise ValueError(f"fold: {path} has no weight of its own to take its multiplier; keep the model as it is")
+        changes.append((module.get_parameter("weight"), factor))
+        if path in plan.outputs and getattr(module, "bias", None) is not None:
+            changes.append((module.get_parameter("bias"), factor))
+    for path, factor in plan.scales.items():
+        qkv = model.get_submodule(f"{path}.qkv")
+        part = slice(qkv.get_parameter("weight").shape[0] // 3)
+        changes += [(parameter[part], (factor * plan.heads[path] ** 0.5) ** 0.5) for parameter in qkv.parameters()]
+    with torch.no_grad():
+        for values, factor in changes:
+            values.mul_(factor)
+    for path in plan.joined:
+        torch_parametrize.remove_parametrizations(model.get_submodule(path), "weight")
+    if PLAN in model.__dict__:
+        _detach(model)
+    return model
+
+
+def load(model: Model, folder: str | Path, example: Any = None) -> Model:
+    """`scalelong.skips.load` that also restores the parametrization of the saved weights.
+
+    >>> from scalelong import UViT, UViTConfig, apply, save
+    >>> make = lambda dim: UViT(UViTConfig(image_size=8, patch_size=4, dim=dim, depth=2, heads=2))
+    >>> folder = save(parametrize(apply(make(32), "cs").model, make(16)), "narrow")
+    >>> roles(load(make(32), folder))["decoder_pred.weight"].multiplier
+    0.5
+    """
+    already = PLAN in model.__dict__
+    try:
+        return skips.load(model, folder, example, prepare=None if already else _attach_saved)
+    except BaseException:
+        if not already and PLAN in model.__dict__:
+            _detach(model)
+        raise
+
+
+def _attach_saved(model: nn.Module, weights: Path) -> None:
+    with safe_open(str(weights), framework="pt") as tensors:
+        if STAMP in tensors.keys():  # noqa: SIM118
+            _attach_stamp(model, tensors.get_tensor(STAMP))
+
+
+def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
+    """`cls.from_pretrained(folder)` of diffusers for a model saved by `save_pretrained`, with its scaling and in muP.
+
+    folder: on disk or on the hub; options: those of `cls.from_pretrained`; example: as for `scalelong.apply`.
+
+    >>> from diffusers import UNet1DModel
+    >>> import scalelong
+    >>> scalelong.apply(UNet1DModel(), "cs", kappa=0.6).model.save_pretrained("unet")
+    >>> scalelong.coefficients(scalelong.from_pretrained(UNet1DModel, "unet"))
+    [1.0, 0.6, 0.36]
+    """
+    source = local_folder(folder, options)
+    stamp = read_tensors(source, options.get("variant"), STAMP).get("")
+    if stamp is None or CONFIG_KEY in json.loads((source / "config.json").read_text()):
+        model = skips.from_pretrained(cls, source, example, **options)
+    else:
+        with quiet_diffusers():
+            model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
+    if stamp is not None:
+        _attach_stamp(model, stamp)
+    return model
+
+
+def _attach_stamp(model: nn.Module, stamp: Tensor) -> None:
+    """Restore the parametrization of weights from the base shapes that were saved with them."""
+    sizes, shapes = iter(stamp.tolist()), {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = tuple(next(sizes, 0) for _ in parameter.shape)
+    heads = {name: next(sizes, 0) for name, _, _ in attentions(model)}
+    if next(sizes, None) is not None or 0 in (*heads.values(), *(s for shape in shapes.values() for s in shape)):
+        raise ValueError(f"{STAMP}: was saved of another network than this {type(model).__name__}; build it as it was")
+    attach(model, make_plan(model, shapes, heads, initialize=False))
+
+
 def plan_of(model: nn.Module) -> Plan:
     """What was done to a model, which may be wrapped; an empty plan if it is not parametrized."""
     return getattr(_holder(model), PLAN, None) or Plan()
@@ -142,7 +247,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _attach(model: nn.Module, plan: Plan) -> None:
+def attach(model: nn.Module, plan: Plan) -> None:
     """Set the multipliers and hooks, the plan and the stamp; the values of the weights stay."""
     for path, factor in plan.inputs.items():
         setattr(model.get_submodule(path), INPUT, factor)
@@ -153,16 +258,32 @@ def _attach(model: nn.Module, plan: Plan) -> None:
     for path, factor in plan.scales.items():
         model.get_submodule(path).scale = factor  # type: ignore[assignment]
     object.__setattr__(model, PLAN, plan)
-    model.register_buffer(STAMP, _stamp(plan).to(next(model.parameters()).device))
+    reset_compiled()
+    if not plan.stamp:
+        return
+    device = next(model.parameters()).device
+    model.register_buffer(STAMP, torch.tensor(plan.stamp, dtype=torch.int64, device=device))
     model._register_load_state_dict_pre_hook(partial(check_stamp, plan))  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_stamp)  # type: ignore[no-untyped-call]
+
+
+def _detach(model: nn.Module) -> None:
+    plan = plan_of(model)
+    for path in plan.inputs:
+        drop_hook(model.get_submodule(path)._forward_pre_hooks, scale_input)
+        delattr(model.get_submodule(path), INPUT)
+    for path in plan.outputs:
+        drop_hook(model.get_submodule(path)._forward_hooks, scale_output)
+        delattr(model.get_submodule(path), OUTPUT)
+    for path, factor in plan.scales.items():  # sqrt(d0) / d, where 1 / sqrt(d) was
+        attention: Any = model.get_submodule(path)
+        attention.scale = None if hasattr(type(attention), "scale") else (factor / plan.heads[path] ** 0.5) ** 0.5
+    delattr(model, PLAN)
+    if plan.stamp:
+        delattr(model, STAMP)
+    drop_hook(model._load_state_dict_pre_hooks, check_stamp)
+    drop_hook(model._state_dict_pre_hooks, restore_stamp)
     reset_compiled()
-
-
-def _stamp(plan: Plan) -> Tensor:
-    """The shapes of all tensors and the head sizes at base width, in order."""
-    sizes = [size for role in plan.roles.values() for size in role.base]
-    return torch.tensor([*sizes, *plan.heads.values()], dtype=torch.int64, device="cpu")
 
 
 def scale_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -186,16 +307,14 @@ def check_stamp(plan: Plan, state_dict: MutableMapping[str, Tensor], prefix: str
             )
             raise ValueError(f"state_dict.{prefix}{STAMP}: {standard}; load them into a model without mup.parametrize")
         return
-    here, there = _stamp(plan), given
-    if not given.is_meta and (here.shape != there.shape or not torch.equal(here, there.cpu())):
-        differs = "they were trained relative to another base width than the model's"
-        if here.shape == there.shape:
-            sizes, at = (
-                [name for name, role in plan.roles.items() for _ in role.base],
-                int((here != there.cpu()).nonzero()[0]),
-            )
-            name = sizes[at] if at < len(sizes) else "the head size"
-            differs = f"{name} has {int(there[at])} at the base width of the weights, {int(here[at])} at the model's"
+    there = None if given.is_meta else tuple(given.flatten().tolist())
+    if there not in (None, plan.stamp):
+        differs = "they were trained relative to another base than the model's"
+        if len(there) == len(plan.stamp):
+            at = next(i for i, sizes in enumerate(zip(plan.stamp, there, strict=True)) if sizes[0] != sizes[1])
+            names = [name for name, role in plan.roles.items() for _ in role.base]
+            names += [f"the head size of {name}" for name in plan.heads]
+            differs = f"{names[at]}: {there[at]} at the base width of the weights, {plan.stamp[at]} at the model's"
         raise ValueError(f"state_dict.{prefix}{STAMP}: {differs}; give mup.parametrize the base they were trained with")
 
 
@@ -203,7 +322,7 @@ def restore_stamp(model: nn.Module, *_: Any) -> None:
     """State-dict pre-hook: refill the buffer, which `to_empty` leaves uninitialized."""
     stamp, plan = model._buffers.get(STAMP), getattr(model, PLAN, None)
     if type(stamp) is Tensor and plan is not None and not stamp.is_meta and not stamp.is_inference():
-        stamp.copy_(_stamp(plan))
+        stamp.copy_(torch.tensor(plan.stamp))
 
 
 def _check_no_optimizer(model: nn.Module) -> None:

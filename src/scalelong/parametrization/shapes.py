@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class Plan:
     outputs: dict[str, float] = field(default_factory=dict)  # modules whose output is multiplied: queries of attention
     scales: dict[str, float] = field(default_factory=dict)  # attention of our U-ViT: its scale
     heads: dict[str, int] = field(default_factory=dict)  # head sizes at base width
+    joined: list[str] = field(default_factory=list)  # modules whose weight is joined from two: `skip_weights`
+    stamp: tuple[int, ...] = ()  # the shapes of all tensors and the head sizes at base width; empty: not muP
 
 
 def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -102,15 +104,17 @@ def make_plan(
         factor = math.sqrt(plan.heads.get(path, size) / size)
         if factor == 1:
             continue
-        if isinstance(module, nn.MultiheadAttention):
-            fixed = f"{path} has heads of {size}, at base width of {plan.heads[path]}, and torch fixes its scale to 1 / sqrt(d)"
-            raise ValueError(f"model: {fixed}; keep the head size and grow the number of heads")
-        if hasattr(module, "qkv") and not hasattr(module, "q_norm"):
+        queries = [f"{path}.{query}" for query in _queries(module)]
+        if queries:
+            plan.outputs.update(dict.fromkeys(queries, factor))
+        elif hasattr(module, "scale"):
             plan.scales[path] = factor / math.sqrt(size)
         else:
-            plan.outputs.update({f"{path}.{query}": factor for query in _queries(module)})
-    plan = Plan({name: plan.roles[name] for name in names.values()}, plan.inputs, plan.outputs, plan.scales, plan.heads)
-    return plan
+            fixed = f"{path} has heads of {size}, of {plan.heads[path]} at base width, and a fixed scale of 1 / sqrt(d)"
+            raise ValueError(f"model: {fixed}; keep the head size and grow the number of heads")
+    in_order = {name: plan.roles[name] for name in names.values()}
+    stamp = (*(size for role in in_order.values() for size in role.base), *plan.heads.values())
+    return replace(plan, roles=in_order, stamp=stamp)
 
 
 def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> TensorRole:
@@ -137,14 +141,14 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
 
 def _law(module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Mapping[int, str]) -> float:
     """Standard initial size at base width, divided by that at this width."""
-    if values.is_meta or not values.is_floating_point() or values.numel() < 2:
+    if values.is_meta or not values.is_floating_point() or not values.numel():
         return 1.0
     weight = getattr(module, "weight", None) if own == "bias" else values
     if not isinstance(weight, Tensor) or id(weight) not in names:
         return 1.0
     found, count = values.detach().double(), values.numel()
     size, largest = float(found.pow(2).mean().sqrt()), float(found.abs().max())
-    if size == 0 or float(found.std(correction=0)) < 1e-3 * size:  # zeros, ones
+    if size == 0 or (count > 1 and float(found.std(correction=0)) < 1e-3 * size):  # zeros, ones
         return 1.0
     near = 3 / math.sqrt(count) + 0.005
     for here, there in zip(

@@ -18,6 +18,7 @@ import diffusers
 import torch
 
 import scalelong
+from scalelong import parametrization
 from scalelong.backbones import UViT, uvit
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
@@ -101,6 +102,7 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
     scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
     card = pipeline_card(read_run(run.folder), run.step, run.weights)
+    parametrization.fold(run.model)
     needs_us = ""
     try:
         scalelong.fold(run.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +41,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     return folder
 
 
-def load(model: Model, folder: str | Path, example: Any = None) -> Model:
+def load(
+    model: Model, folder: str | Path, example: Any = None, prepare: Callable[[Model, Path], None] | None = None
+) -> Model:
     """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
 
-    example: as for `apply`, for classes that are not known.
+    example: as for `apply`, for classes that are not known; prepare: called with the scaled model and the file of weights.
 
     >>> from diffusers import UNet1DModel
     >>> folder = save(apply(UNet1DModel(), "cs", kappa=0.6).model, "scaled")
@@ -57,6 +59,8 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
     stored = json.loads((folder / SCALING_NAME).read_text())
     with _scaled_as(model, stored, folder / SCALING_NAME, example):
+        if prepare is not None:
+            prepare(model, folder / WEIGHTS_NAME)
         _check_fit(model, folder / WEIGHTS_NAME)
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
@@ -73,32 +77,44 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
     cs(kappa=0.6)
     """
-    if not Path(folder).is_dir():
-        from huggingface_hub import snapshot_download
-
-        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
-    source = Path(folder) / options.pop("subfolder", "")
+    source = local_folder(folder, options)
     path = source / "config.json"
     stored = json.loads(path.read_text()).get(CONFIG_KEY)
     if stored is None:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
-    try:
+    with quiet_diffusers():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    finally:
-        logger.setLevel(level)
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = _read_gates(source, options.get("variant"), f"{root_name(model)}.")
+    gates = read_tensors(source, options.get("variant"), f"{root_name(model)}.")
     with _scaled_as(model, stored, path, example):
         if missing := scaling_of(model).state_dict().keys() - gates.keys():
             lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
             raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
         scaling_of(model).load_state_dict(gates)
     return model
+
+
+def local_folder(folder: str | Path, options: dict[str, Any]) -> Path:
+    """The folder on disk of `from_pretrained`, downloaded if need be; takes subfolder out of the options."""
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    return Path(folder) / options.pop("subfolder", "")
+
+
+@contextmanager
+def quiet_diffusers() -> Iterator[None]:
+    """No warnings about entries and weights that diffusers does not know; they are read separately."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -148,8 +164,8 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
         raise ValueError(f"{weights}: {count}: {trouble[0]}; build the model as it was when it was saved")
 
 
-def _read_gates(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
-    """Read the tensors of the scaling from the files of one variant, sharded or not, as diffusers names them."""
+def read_tensors(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
+    """Tensors whose names start with `prefix`, without it, from the files of one variant, as diffusers names them."""
     gates: dict[str, Tensor] = {}
     dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
     name = re.compile(rf"diffusion_pytorch_model({shard}{dot}|{dot}{shard})\.safetensors")

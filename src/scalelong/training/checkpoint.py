@@ -79,18 +79,24 @@ def load_newest(folder: Path) -> tuple[Path, Tensors, dict[str, Any]] | None:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's state as `parameter/exp_avg` and so on."""
-    names, state = [name for name, _ in model.named_parameters()], optimizer.state_dict()["state"]
+    names, state = _in_order(optimizer, model), optimizer.state_dict()["state"]
     return {f"{names[i]}/{key}": value for i, entries in state.items() for key, value in entries.items()}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`; rate and betas stay the optimizer's own."""
-    position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    position = {name: i for i, name in enumerate(_in_order(optimizer, model))}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition("/")
         state.setdefault(position[name], {})[entry] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _in_order(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The names of the optimizer's parameters, in the order of its groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def claim_folder(folder: Path, config: RunConfig, checkpoint_bytes: int) -> IO[str]:

@@ -25,7 +25,7 @@ from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.runs.settings import Conditioning, MupSettings, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
@@ -234,7 +234,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
         exported = ExportedRun(**{**stored, "shape": (channels, height, width), "condition": condition})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
-    config = from_yaml(folder / CONFIG)
+    config = replace(from_yaml(folder / CONFIG), mup=MupSettings())  # export folds the multipliers of muP
     if exported.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, exported.shape, exported.condition)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
+from scalelong.parametrization import param_groups
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
 
@@ -48,7 +49,7 @@ class Stepper:
         self.model, self.condition = model, condition or Condition(device)
         lr, betas, decay = config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
         fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=decay, fused=fused)
+        self.optimizer = torch.optim.AdamW(param_groups(model, lr, decay), lr, betas, fused=fused)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
@@ -63,7 +64,7 @@ class Stepper:
     def compute(self, step: int, micro_batches: Iterable[Batch], stop: bool = False) -> Pending:
         """Gradients of step `step` (from 1) over the micro-batches of all ranks; `stop`: this rank was asked to stop."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step)
+            group["lr"] = learning_rate(self.config, step) * group["lr_multiplier"]
         seed, parts = self.config.training.seed, self.config.training.accumulate
         samples = []
         for part, batch in enumerate(micro_batches, start=1):
