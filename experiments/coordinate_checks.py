@@ -69,23 +69,15 @@ def utransformer(width: int) -> nn.Module:
     )  # fmt: skip
 
 
-LATENT = {"hidden_states": _randn(1, 4, 8, 8)}
+BATCH = 4
+TIME, LABEL = torch.tensor([100, 300, 500, 900]), torch.tensor([3, 1, 4, 1])
+LATENT = {"hidden_states": _randn(BATCH, 4, 8, 8)}
+TEXT = {"encoder_hidden_states": _randn(BATCH, 4, 24), "timestep": TIME}
 CLASSES: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
-    "UViT": (uvit, {"x": _randn(1, 3, 8, 8), "time": torch.tensor([300.0]), "class_labels": torch.tensor([3])}),
-    "DiTTransformer2DModel": (dit, LATENT | {"timestep": torch.tensor([300]), "class_labels": torch.tensor([3])}),
-    "PixArtTransformer2DModel": (
-        pixart,
-        LATENT | {"timestep": torch.tensor([300]), "encoder_hidden_states": _randn(1, 4, 24)},
-    ),
-    "SD3Transformer2DModel": (
-        mmdit,
-        LATENT
-        | {
-            "timestep": torch.tensor([300]),
-            "encoder_hidden_states": _randn(1, 4, 24),
-            "pooled_projections": _randn(1, 24),
-        },
-    ),
+    "UViT": (uvit, {"x": _randn(BATCH, 3, 8, 8), "time": TIME.float(), "class_labels": LABEL}),
+    "DiTTransformer2DModel": (dit, LATENT | {"timestep": TIME, "class_labels": LABEL}),
+    "PixArtTransformer2DModel": (pixart, LATENT | TEXT),
+    "SD3Transformer2DModel": (mmdit, LATENT | TEXT | {"pooled_projections": _randn(BATCH, 24)}),
     "UTransformer2DModel": (utransformer, LATENT | {"unpatchify": False, "return_dict": False}),
 }
 

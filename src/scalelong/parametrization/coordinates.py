@@ -63,11 +63,10 @@ class CoordinateCheck:
         """d log |activation| / d log width of every module after `step` updates; modules whose output is 0 are left out."""
         logs, found = np.log(np.asarray(self.widths, dtype=float)), {}
         for name, values in self.activations.items():
-            sizes = values[step].mean(axis=1)
-            if not np.isfinite(sizes).all():
+            if not np.isfinite(values[step]).all():
                 found[name] = math.inf
-            elif (sizes > 0).all():
-                found[name] = float(np.polyfit(logs, np.log(sizes), 1)[0])
+            elif (values[step] > 0).all():
+                found[name] = float(np.polyfit(logs, np.log(values[step]).mean(axis=1), 1)[0])
         return found
 
     @property
@@ -118,8 +117,8 @@ def coordinate_check(
 
     parametrization: "mup", "standard", or a function (model, base, lr) -> parameter groups. base_width: default: the first.
     example: as for `scalelong.apply`, or a function of the model that returns one; known classes need none. loss: a function
-    of the model's output; default: the mean square of its distance to fixed random numbers. A small batch is best: few
-    directions are trained, so that the corrections at small widths are small too.
+    of the model's output; default: the mean square of its distance to fixed random numbers. A small batch is best (1 to 4):
+    few directions are trained, so that corrections at small widths are small too.
 
     Readouts start at 0: their initial part shrinks as 1 / sqrt(width) in muP and would hide what training adds.
 
@@ -140,11 +139,8 @@ def coordinate_check(
             next(width for width in widths if width != (widths[0] if base_width is None else base_width))
         )
     plan = make_plan(other, base_shapes(other, base))
-    readouts = [
-        name
-        for name, found in plan.roles.items()
-        if found.role == "output" or name.removesuffix(".bias") in plan.inputs
-    ]
+    biases = {f"{path}.bias" for path in plan.inputs}
+    readouts = [name for name, found in plan.roles.items() if found.role == "output" or name in biases]
     records: dict[str, dict[tuple[int, int, int], float]] = {}
     with torch.random.fork_rng(devices=[]):
         for seed in range(seeds):
