@@ -274,7 +274,12 @@ def test_convolutions_and_their_readouts() -> None:
 
     model = mup.parametrize(make(32), meta(make, 8))
     found = mup.roles(model)
-    assert [found[f"{i}.weight"].role for i in range(4)] == ["input", "input", "hidden", "output"]  # depthwise: fan-in 1
+    assert [found[f"{i}.weight"].role for i in range(4)] == [
+        "input",
+        "input",
+        "hidden",
+        "output",
+    ]  # depthwise: fan-in 1
     x = torch.randn(1, 2 * 32, 4, 4)
     plain = nn.functional.conv_transpose2d(x / 4, model[3].weight, model[3].bias)
     torch.testing.assert_close(model[3](x), plain)
