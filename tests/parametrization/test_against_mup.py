@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from experiments.coordinate_checks import CLASSES
 from torch import nn
 
-from experiments.coordinate_checks import CLASSES
 from scalelong import mup as ours
 from tests.packages import FOLDER
 

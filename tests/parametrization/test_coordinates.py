@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experiments.coordinate_checks import CLASSES
 from torch import nn
 
-from experiments.coordinate_checks import CLASSES
 from scalelong.parametrization.coordinates import coordinate_check, plot
 from scalelong.parametrization.mup import INPUT, apply_plan, param_groups, plan_for, plan_of
 

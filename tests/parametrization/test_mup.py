@@ -140,7 +140,7 @@ def test_compiled_and_wrapped_models(tmp_path) -> None:
         optimizer.step()
     finally:
         dist.destroy_process_group()
-    with pytest.raises(TypeError, match="before torch.compile"):
+    with pytest.raises(TypeError, match=r"before torch\.compile"):
         mup.parametrize(torch.compile(uvit(64), backend="eager"), meta(uvit, 16))
 
 

@@ -44,9 +44,7 @@ def main(arguments: list[str]) -> None:
         preset,
         scaling=replace(preset.scaling, method=command.method or preset.scaling.method),
         optimizer=replace(preset.optimizer, warmup_steps=warmup),
-        training=replace(
-            training, steps=steps, batch_size=size, sample_every=0, checkpoint_every=steps, log_every=min(10, steps)
-        ),
+        training=replace(training, steps=steps, batch_size=size, sample_every=0, checkpoint_every=steps, log_every=10),
     )
     grid = transfer_grid(
         preset, command.widths, command.rates, kappas=command.kappas, seeds=command.seeds,

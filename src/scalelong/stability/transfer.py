@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -161,7 +162,7 @@ def summary(points: Sequence[Point], over: str = "lr") -> str:
         lines += [f"{kind:9} {row.width:6d} {row.best:10.3g} {row.loss:9.5f} {row.seeds:6d}" for row in rows]
         moved = max(row.best for row in rows) / min(row.best for row in rows)
         held = [dict(_curve(points, kind, row.width, over)).get(rows[0].best, math.inf) for row in rows]
-        wider = all(later <= earlier for earlier, later in zip(held, held[1:], strict=False))
+        wider = all(later <= earlier for earlier, later in pairwise(held))
         better = "is never worse" if wider else "is worse somewhere"
         lines.append(f"{kind:9} the best {over} moves by a factor of {moved:.3g}; at {rows[0].best:g}, wider {better}")
     return "\n".join(lines)
