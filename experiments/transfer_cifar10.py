@@ -1,7 +1,7 @@
 """Does the best learning rate move with width? U-ViT on CIFAR-10, muP and the standard parametrization.
 
     python experiments/transfer_cifar10.py rates      # widths 128 to 1024, ten rates; three seeds up to 512
-    python experiments/transfer_cifar10.py kappas     # CS at widths 128 to 512: does the best kappa transfer?
+    python experiments/transfer_cifar10.py kappas     # CS at widths 128 to 512 and three rates: does the best kappa transfer?
     python experiments/transfer_cifar10.py plot       # docs/assets/transfer-*.png and the tables, from the runs
 
 For one GPU (an H200): depth 12, patch 4, batch 128, 4,000 steps. The same command again trains what is missing. --steps,
@@ -71,7 +71,7 @@ def main() -> None:
     else:
         preset, widths = replace(preset, scaling=replace(preset.scaling, method="cs")), arguments.widths[:3]
         options = {"kappas": KAPPAS, "seeds": arguments.seeds}
-        grid = transfer_grid(preset, widths, arguments.rates[:1], parametrizations=("mup",), **options)
+        grid = transfer_grid(preset, widths, arguments.rates[3:6], parametrizations=("mup",), **options)
     print(summary(run_transfer(grid, runs / arguments.what), "lr" if arguments.what == "rates" else "kappa"))
 
 
