@@ -159,7 +159,7 @@ def coordinate_check(
                         records.setdefault(name, {})[step, at, seed] = value
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
                     optimizer.zero_grad()
-                    (loss(output) if loss else F.mse_loss(output, target.to(output.device))).backward()
+                    (loss(output) if loss else F.mse_loss(output, target.to(output.device))).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
     shape = (steps + 1, len(widths), seeds)
     whole = {name: values for name, values in records.items() if len(values) == math.prod(shape)}

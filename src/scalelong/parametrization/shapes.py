@@ -156,7 +156,7 @@ def _law(module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Map
     ):
         uniform = own == "bias" or largest < 1.8 * size
         if abs(size / here[0] - 1) < near and (uniform or not here[1]):
-            return there[0] / here[0]
+            return float(there[0] / here[0])
     return 1.0
 
 

@@ -102,7 +102,7 @@ def local_folder(folder: str | Path, options: dict[str, Any]) -> Path:
 
         hub = {name: options[name] for name in HUB_OPTIONS if name in options}
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
-    return Path(folder) / options.pop("subfolder", "")
+    return Path(folder, options.pop("subfolder", ""))
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def final_loss(folder: Path) -> float:
     losses = [record["loss"] for record in read_events(folder)[0] if record["kind"] == "train"]
     if not losses:
         raise ValueError(f"{folder / METRICS}: holds no training record; lower training.log_every")
-    return mean(losses[-max(1, len(losses) // 10) :])
+    return float(mean(losses[-max(1, len(losses) // 10) :]))
 
 
 @dataclass(frozen=True)
