@@ -68,7 +68,7 @@ def test_adams_eps_is_seen_by_small_kappas_in_the_forward_pass_only() -> None:
     def first_update(model: nn.Module, name: str, factor: float) -> float:
         before = model.get_parameter(name).detach().clone()
         trained(model, steps=1, eps=1e-4)
-        return float((model.get_parameter(name) - before)[:, -16:].abs().mean()) / factor
+        return float((model.get_parameter(name).detach() - before)[:, -16:].abs().mean()) / factor
 
     kappa = 1e-3
     forward = first_update(plain_cs(kappa), "out_blocks.1.skip_linear.weight", 1)

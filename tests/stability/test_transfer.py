@@ -31,9 +31,10 @@ def test_best_values_and_how_far_they_move() -> None:
     rates = (1e-4, 4e-4, 1.6e-3)
     best = {("mup", 64): 4e-4, ("mup", 256): 4e-4, ("standard", 64): 1.6e-3, ("standard", 256): 1e-4}
     points = [
-        Point(kind, width, lr, 0.7, seed, None if (kind, lr) == ("standard", 4e-4) and seed else abs(lr - target) + 1 / width)
+        Point(kind, width, lr, 0.7, seed, 100 * abs(lr - target) + 1 / width)
         for (kind, width), target in best.items() for lr in rates for seed in (0, 1)
     ]  # fmt: skip
+    points.append(Point("standard", 256, 2e-4, 0.7, 0, None))  # diverged: does not count
     assert {(found.parametrization, found.width): found.best for found in optima(points)} == best
     lines = summary(points).splitlines()
     assert "factor of 1; at 0.0004, wider is never worse" in lines[3]
