@@ -54,7 +54,7 @@ def test_broken_variants_are_caught_where_they_are(variant: str, where: str) -> 
     make, example = CLASSES["UViT"]
     found = coordinate_check(make, (32, 64, 128, 192), example=example, parametrization=broken(variant), seeds=1)
     name, _, slope = found.worst
-    assert slope > 0.4, str(found)  # what is left of muP's own at these widths and with one seed is negative
+    assert slope > 0.2, str(found)  # what is left of muP's own at these widths and with one seed is negative
     assert where in name, str(found)
 
 

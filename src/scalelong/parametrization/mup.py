@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize as torch_parametrize
 
 from scalelong import skips
 from scalelong.parametrization.shapes import Plan, TensorRole, attentions, base_shapes, make_plan
-from scalelong.skips.hooks import CONFIG_KEY, check_unwrapped, drop_hook, reset_compiled
+from scalelong.skips.hooks import CONFIG_KEY, ROOT_NAME, check_unwrapped, drop_hook, reset_compiled
 from scalelong.skips.persistence import local_folder, quiet_diffusers, read_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -98,7 +98,9 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list
     [(0.001, 0.1, 5), (0.00025, 0.4, 1)]
     """
     known, names = roles(model), {id(p): _plain(name) for name, p in _holder(model).named_parameters()}
-    if lost := set(known) - {*names.values()}:
+    if lost := {name for name in known if not name.startswith(f"{ROOT_NAME}.")} - {
+        *names.values()
+    }:  # gates may be removed
         merged = f"{min(lost)} is not among the parameters of this {type(model).__name__}"
         raise ValueError(f"model: {merged}; with FSDP pass use_orig_params=True")
     groups: dict[float, dict[str, Any]] = {}

@@ -63,14 +63,21 @@ class Plan:
 
 
 def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape at base width of every parameter; gates of a scaling that the base lacks are finite."""
+    """The shape at base width of every parameter; gates of a scaling that the base lacks are finite.
+
+    Gates are matched in order: LS names those it shares after their width.
+    """
     if not isinstance(base, nn.Module) or type(model) is not type(base):
         given = type(base).__name__
         raise ValueError(f"base: is a {given}, the model a {type(model).__name__}; give the same class at base width")
     theirs = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
-    gates = f"{root_name(model)}." if is_scaled(model) and not is_scaled(base) else None
     ours = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shapes = {name: ours[name] if gates and name.startswith(gates) else theirs.pop(name, None) for name in ours}
+    if is_scaled(model):
+        gates = [name for name in ours if name.startswith(f"{root_name(model)}.")]
+        others = [name for name in theirs if name.startswith(f"{root_name(base)}.")] if is_scaled(base) else []
+        known = [theirs.pop(name) for name in others]
+        theirs |= dict(zip(gates, known if len(known) == len(gates) else [ours[name] for name in gates], strict=True))
+    shapes = {name: theirs.pop(name, None) for name in ours}
     for name in [*(name for name, shape in shapes.items() if shape is None), *theirs]:
         where = "the model" if name in theirs else "the base"
         raise ValueError(
