@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scalelong import UViT, UViTConfig
 from scalelong.parametrization.coordinates import coordinate_check, plot
 
-WIDTHS = (32, 64, 128, 256, 512)
+WIDTHS = (64, 128, 256, 384, 512)
 HEAD = 16  # head size where the number of heads grows
 
 

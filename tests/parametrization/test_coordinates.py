@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experiments.coordinate_checks import CLASSES
+from experiments.coordinate_checks import CLASSES, WIDTHS
 from torch import nn
 
 from scalelong.parametrization.coordinates import coordinate_check, plot
@@ -80,7 +80,7 @@ def test_the_random_state_is_left_alone() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_supported_class(name: str) -> None:
     make, example = CLASSES[name]
-    found = coordinate_check(make, (32, 64, 128, 256, 512), example=example)
+    found = coordinate_check(make, WIDTHS, example=example)
     assert found.flat, str(found)
     standard = coordinate_check(make, (32, 64, 128, 256), example=example, parametrization="standard", seeds=1)
     assert standard.worst[2] > 0.5, str(standard)

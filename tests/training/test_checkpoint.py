@@ -128,8 +128,8 @@ def test_the_optimizer_makes_the_round_trip() -> None:
         return model, optimizer
 
     model, optimizer = trained(3)
-    _, fresh = trained(0)
-    restore_optimizer(fresh, model, optimizer_tensors(optimizer, model))
+    other, fresh = trained(0)
+    restore_optimizer(fresh, other, optimizer_tensors(optimizer, model))
     for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert old.keys() == new.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(old[key], new[key]) for key in old)

@@ -146,7 +146,7 @@ def coordinate_check(
         for seed in range(seeds):
             for at, width in enumerate(widths):
                 torch.default_generator.manual_seed(seed)
-                model = make_model(width)
+                model = make_model(width).eval()  # without dropout
                 call = example(model) if callable(example) else example
                 call = generated_example(model) if call is None else as_call(call)
                 for name in readouts:
