@@ -14,6 +14,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from scalelong.runs.presets import get_preset
 from scalelong.runs.settings import RunConfig
@@ -24,7 +25,7 @@ KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 SEEDED = 512  # widths up to this one have every seed, wider ones the first
 
 
-def config(data: str, steps: int, batch_size: int) -> RunConfig:
+def config(data: str, steps: int, batch_size: int, compile_mode: Literal["off", "default"]) -> RunConfig:
     preset = get_preset("cifar10-uvit-s2")
     return replace(
         preset,
@@ -39,6 +40,7 @@ def config(data: str, steps: int, batch_size: int) -> RunConfig:
             sample_every=0,
             checkpoint_every=steps,
             log_every=10,
+            compile=compile_mode,
             keep=2,
         ),
     )
@@ -53,10 +55,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--compile", choices=("off", "default"), default="default")
     parser.add_argument("--runs", default="runs/transfer")
     parser.add_argument("--out", default="docs/assets")
     arguments = parser.parse_args()
-    runs, preset = Path(arguments.runs), config(arguments.data, arguments.steps, arguments.batch_size)
+    runs, preset = (
+        Path(arguments.runs),
+        config(arguments.data, arguments.steps, arguments.batch_size, arguments.compile),
+    )
     if arguments.what == "plot":
         for name, over in (("rates", "lr"), ("kappas", "kappa")):
             if (runs / name / RESULTS).is_file():
