@@ -9,6 +9,7 @@ import pytest
 from experiments import transfer_cifar10
 
 
+@pytest.mark.slow
 def test_it_trains_summarizes_and_plots(tmp_path, monkeypatch, capsys) -> None:
     small = [
         "--data",
