@@ -161,8 +161,8 @@ def _law(module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Map
     for here, there in zip(
         *(_laws(own, tuple(shape)) for shape in (weight.shape, shapes[names[id(weight)]])), strict=True
     ):
-        uniform = own == "bias" or largest < 1.8 * size
-        if abs(size / here[0] - 1) < near and (uniform or not here[1]):
+        within = largest <= 1.01 * math.sqrt(3) * here[0]  # the bound of a uniform law
+        if abs(size / here[0] - 1) < near and (within or not here[1]):
             return float(there[0] / here[0])
     return 1.0
 
