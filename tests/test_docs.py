@@ -24,6 +24,14 @@ def test_the_readmes_python_runs_as_written(capsys) -> None:
     assert "conv_in" in printed
 
 
+def test_the_python_of_the_page_on_mup_runs_as_written(capsys) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "mup.md").read_text(), flags=re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
+    assert capsys.readouterr().out.startswith("[(0.001, ")
+
+
 def test_every_command_in_the_docs_is_a_verb_with_known_presets() -> None:
     pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("*.md"))]
     for page in pages:

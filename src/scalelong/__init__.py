@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scalelong import parametrization as mup  # noqa: F401
     from scalelong.backbones import UViT, UViTConfig, load_official_uvit
+    from scalelong.parametrization import from_pretrained, load
     from scalelong.skips import (
         Handle,
         LongSkip,
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
         coefficients,
         find_skips,
         fold,
-        from_pretrained,
-        load,
         remove,
         save,
         skip_table,
@@ -42,12 +42,15 @@ __all__ += [
 ]
 
 _ELSEWHERE = {"EMA": "training", "load_run": "training", "OscillationProbe": "stability"}
+_ELSEWHERE |= {"load": "parametrization", "from_pretrained": "parametrization"}
 _ELSEWHERE |= {"UViT": "backbones", "UViTConfig": "backbones", "load_official_uvit": "backbones"}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         value = getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'skips')}"), name)
+    elif name == "mup":
+        value = import_module(f"{__name__}.parametrization")
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")  # a subpackage: scalelong.skips after `import scalelong`
     else:

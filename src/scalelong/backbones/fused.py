@@ -101,8 +101,10 @@ def add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float = 1.0) -
 
 def _can_fuse(module: nn.Module, attention_kernel: bool) -> bool:
     """False for a block if bypassing the calls of its MLP's layers would miss hooks, adapters or replaced forwards."""
+    if isinstance(module, Attention):
+        return attention_kernel and module.scale is None  # the kernel has 1 / sqrt(head size) only
     if not isinstance(module, Block):
-        return attention_kernel if isinstance(module, Attention) else _has_plain_parameters(module)
+        return _has_plain_parameters(module)
     mlp = module.mlp
     if type(mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
         return False

@@ -100,6 +100,8 @@ class SkipLinear(nn.Linear):
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
+    scale: float | None = None  # of the logits; default: 1 / sqrt(head size)
+
     def __init__(self, dim: int, heads: int, qkv_bias: bool) -> None:
         super().__init__()
         self.heads = heads
@@ -108,7 +110,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # B heads T D/heads
-        mixed: Tensor = self.proj(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(query, key, value, scale=self.scale)
+        mixed: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return mixed
 
 

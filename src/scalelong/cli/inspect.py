@@ -8,11 +8,15 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from torch import nn
 
 import scalelong
 from scalelong.cli.arguments import ModelName
-from scalelong.cli.open_model import Opened, open_model
+from scalelong.cli.open_model import Opened, from_config, known_config, named_model, open_model
+from scalelong.errors import require
+from scalelong.parametrization import parametrize, role_table, roles
 from scalelong.report.plots import Rung, UShape, as_text, draw
+from scalelong.runs.settings import MupSettings
 from scalelong.scaling.registry import METHODS
 from scalelong.skips import LongSkip, is_scaled, scaling_of
 from scalelong.skips.attach import skip_shapes
@@ -27,6 +31,8 @@ class Inspect:
     model, or a model and an example input. Models of 100M parameters and more are inspected without their values.
 
     Example: scalelong inspect cifar10-unet --method cs --kappa 0.7 --out u.png
+
+    Example: scalelong inspect cifar10-uvit-s2 --roles --base 128
     """
 
     model: ModelName  # see above
@@ -36,17 +42,38 @@ class Inspect:
     placement: Literal["before", "after_norm"] = "before"
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     out: str = ""  # also write a picture: u.png, u.svg or u.pdf
+    roles: bool = False  # print instead what muP makes of every tensor: its role, initial size, multiplier and rate
+    base: str = ""  # with --roles: base width of a preset or run, default half its own; or another MODEL, at base width
 
 
 def main(arguments: list[str]) -> None:
     """Open, measure, draw."""
     command = tyro.cli(Inspect, args=arguments, prog="scalelong inspect")
+    if command.roles:
+        print(role_table(_parametrized(command)))
+        return
     if command.out and not command.out.endswith((".png", ".svg", ".pdf")):
         raise ValueError(f"out: must end in .png, .svg or .pdf, got {command.out!r}")
     shape = _u_shape(open_model(command.model, command.shape), command)
     print(as_text(shape))
     if command.out:
         print(f"\npicture  {draw(shape, command.out)}")
+
+
+def _parametrized(command: Inspect) -> nn.Module:
+    """The model in muP: as it is, if it was trained so."""
+    config = known_config(command.model)
+    if config is not None and not config.mup.base_width:
+        settings = config.model
+        width = command.base or str((settings.dim if settings.backbone == "uvit" else settings.channels[0]) // 2)
+        require(width.isdigit() and int(width) > 0, "base", "a width, such as 128", width)
+        return from_config(replace(config, mup=MupSettings(int(width))))
+    model, _ = named_model(command.model)
+    if not roles(model):
+        if not command.base:
+            raise ValueError("base: which model is the one at base width? pass --base as for MODEL: module:callable")
+        parametrize(model, named_model(command.base)[0])
+    return model
 
 
 def _u_shape(opened: Opened, command: Inspect) -> UShape:

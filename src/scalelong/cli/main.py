@@ -24,6 +24,8 @@ VERBS = {
     "data": "fetch, check and encode data sets",
     "autoencoder": "train a small autoencoder for latent diffusion",
     "inspect": "draw the U of a model: stages, skips, channels, coefficients, how far kappa reaches",
+    "coordcheck": "check that activations keep their size as a preset widens, in muP and without",
+    "transfer": "train a preset at several widths and rates: does the best learning rate move?",
     "kappa": "recommend kappa from the data, the noise and the number of skips",
     "diagnose": "describe how stable a run was: oscillation, spikes, skipped steps",
     "theory": "check the paper's theorems numerically",

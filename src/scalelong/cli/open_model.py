@@ -1,4 +1,4 @@
-"""Open a model that is named on the command line, for `inspect` and `kappa`."""
+"""Open a model that is named on the command line."""
 
 from __future__ import annotations
 
@@ -54,18 +54,8 @@ def known_config(name: str) -> RunConfig | None:
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
     """Open a model by name; `shapes` are those of an example input, for unknown classes."""
     example = as_call(tuple(example_tensor(shape) for shape in shapes)) if shapes else None
-    folder = Path(name)
-    if name in PRESETS:
-        model = _from_preset(name, example)
-    elif is_run(folder):
-        model = load_run(folder).model
-    elif folder.is_dir():
-        model = _from_diffusers(folder)
-    elif ":" in name:
-        model, own_example = _from_callable(name)
-        example = example or own_example
-    else:
-        raise unknown_name("preset", name, PRESETS)
+    model, own_example = named_model(name, example)
+    example = example or own_example
     if example is not None:
         return Opened(model, None if is_meta(model) else example, example)
     try:
@@ -76,6 +66,20 @@ def open_model(name: str, shapes: Sequence[str]) -> Opened:
             cls = type(model).__name__
             raise ValueError(f"shape: {cls} is not a known class; pass its inputs, as --shape 1,3,32,32 1") from None
         return Opened(model, None, None)
+
+
+def named_model(name: str, example: Call | None = None) -> tuple[nn.Module, Call | None]:
+    """A model by name, and an example input if it comes with one."""
+    folder = Path(name)
+    if name in PRESETS:
+        return from_config(get_preset(name), example), None
+    if is_run(folder):
+        return load_run(folder).model, None
+    if folder.is_dir():
+        return _from_diffusers(folder), None
+    if ":" in name:
+        return _from_callable(name)
+    raise unknown_name("preset", name, PRESETS)
 
 
 def count_skips(name: str, shapes: Sequence[str], data_shape: tuple[int, int, int]) -> int:
@@ -102,8 +106,8 @@ def example_tensor(text: str) -> Tensor:
     return torch.zeros(sizes, dtype=kind)
 
 
-def _from_preset(name: str, example: Call | None) -> nn.Module:
-    config = get_preset(name)
+def from_config(config: RunConfig, example: Call | None = None) -> nn.Module:
+    """The model of a configuration, for images of the usual shape of its data or that of the example."""
     shape, conditioning = EXPECTED.get(config.data.name, (find_source(config.data.name)[0].shape, Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])

@@ -19,7 +19,7 @@ import diffusers
 import torch
 
 import scalelong
-from scalelong import errors, random
+from scalelong import errors, parametrization, random
 from scalelong.backbones import UViT, uvit
 from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.latents import decoder
@@ -107,6 +107,7 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, p
     )
     scheduler = _scheduler(run, settings, plain)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
+    parametrization.fold(run.model)
     needs_us = ""
     try:
         scalelong.fold(run.model)

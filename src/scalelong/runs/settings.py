@@ -131,6 +131,13 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class MupSettings:
+    """muP: learning rate and initial sizes found at the base width hold at model.dim (uvit) or model.channels (unet)."""
+
+    base_width: int = 0  # model.dim or the first of model.channels at which optimizer.lr was tuned; 0: standard
+
+
+@dataclass(frozen=True)
 class TrainingSettings:
     """Length, batch size, precision, and when records, checkpoints and samples are written."""
 
@@ -215,6 +222,7 @@ class RunConfig:
     condition: ConditionSettings = field(default_factory=ConditionSettings)
     diffusion: DiffusionSettings = field(default_factory=DiffusionSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    mup: MupSettings = field(default_factory=MupSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 

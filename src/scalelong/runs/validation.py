@@ -31,6 +31,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "model.heads": (1, 4096),
     "model.channels": (1, 2**14),
     "model.layers_per_block": (1, 64),
+    "mup.base_width": (0, 2**16),
     "scaling.kappa": (-_FACTOR, _FACTOR),
     "scaling.anneal_steps": (0, _COUNT),
     "scaling.count": (0, 1000),

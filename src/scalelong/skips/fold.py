@@ -72,7 +72,7 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     if is_meta(model):
         raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")
     call = merge_example(example, args, kwargs) or generated_example(model)
-    changes = list(_checked_changes(model, scaling.values, call, tolerance))
+    changes = list(folded_columns(model, scaling.values, call, tolerance))
     names, before = list(dict.fromkeys(columns.weight for columns, _ in changes)), Snapshot(model)
     before.keep_values(model.get_parameter(name) for name in names)
     try:
@@ -85,7 +85,7 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
         raise
 
 
-def _checked_changes(
+def folded_columns(
     model: nn.Module, values: tuple[float, ...], call: Call, tolerance: float | None
 ) -> Iterator[tuple[Columns, float]]:
     """The columns to scale; after each skip, a copy folded up to it is compared with one whose hooks are on up to it."""

@@ -71,17 +71,17 @@ def attach(
 def detach(model: nn.Module) -> None:
     for module in _hooked(model):
         delattr(module, ATTACHMENT)
-        for key in _drop(module._forward_pre_hooks, scale_inputs):
+        for key in drop_hook(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        _drop(module._forward_hooks, scale_output)
-    _drop(model._forward_pre_hooks, follow_adapter)
+        drop_hook(module._forward_hooks, scale_output)
+    drop_hook(model._forward_pre_hooks, follow_adapter)
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
     vars(model).pop("__module__", None)
-    _drop(model._load_state_dict_pre_hooks, check_state_dict)
-    _drop(model._load_state_dict_post_hooks, warn_of_missing)
-    _drop(model._state_dict_pre_hooks, restore_constants)
-    _drop(model._state_dict_hooks, tag_lora)
+    drop_hook(model._load_state_dict_pre_hooks, check_state_dict)
+    drop_hook(model._load_state_dict_post_hooks, warn_of_missing)
+    drop_hook(model._state_dict_pre_hooks, restore_constants)
+    drop_hook(model._state_dict_hooks, tag_lora)
 
 
 def _tensors_of(model: nn.Module) -> nn.Module:
@@ -92,7 +92,7 @@ def _tensors_of(model: nn.Module) -> nn.Module:
     return tables
 
 
-def _drop(hooks: dict[int, Any], function: Any) -> list[int]:
+def drop_hook(hooks: dict[int, Any], function: Any) -> list[int]:
     """Remove a hook function from a module's registry; it may be wrapped by torch, and by `partial`."""
     inner = {key: getattr(hook, "hook", hook) for key, hook in hooks.items()}
     keys = [key for key, hook in inner.items() if getattr(hook, "func", hook) is function]

@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,11 +56,13 @@ def _digest(stored: Mapping[str, Any]) -> str:
 
 
 @unchanged_on_error
-def load(model: Model, folder: str | Path, example: Any = None) -> Model:
+def load(
+    model: Model, folder: str | Path, example: Any = None, prepare: Callable[[Model, Path], None] | None = None
+) -> Model:
     """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
 
     Files whose hash differs are refused. On any error the model is as before, weights included.
-    example: as for `apply`, for classes that are not known.
+    example: as for `apply`, for classes that are not known; prepare: called with the scaled model and the file of weights.
 
     >>> from diffusers import UNet1DModel
     >>> folder = save(apply(UNet1DModel(), "cs", kappa=0.6).model, "scaled")
@@ -76,6 +79,8 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     before = Snapshot(model)
     try:
         with naming_damage(weights):
+            if prepare is not None:
+                prepare(model, weights)
             _check_fit(model, weights)
             before.keep_values(model.state_dict().values())
             load_model(model, str(weights))
@@ -108,13 +113,8 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
     cs(kappa=0.6)
     """
-    if not Path(folder).is_dir():
-        from huggingface_hub import snapshot_download
-
-        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
-        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
     import_module(DIFFUSERS)
-    source = Path(folder) / options.pop("subfolder", "")
+    source = local_folder(folder, options)
     if (source / "model_index.json").is_file():
         return cls.from_pretrained(source, **options)  # type: ignore[attr-defined, no-any-return]
     path = source / "config.json"
@@ -122,22 +122,38 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     if stored is None:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    try:
-        logger.setLevel(logging.ERROR)  # it would warn about entries and weights it does not know, which are read below
-        with plain_loading():
-            model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    finally:
-        logger.setLevel(level)
+    with quiet_diffusers(), plain_loading():
+        model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = _read_gates(source, options.get("variant"), f"{root_name(model)}.")
+    gates = read_tensors(source, options.get("variant"), f"{root_name(model)}.")
     _scale_as(model, stored, path, example)
     if missing := scaling_of(model).state_dict().keys() - gates.keys():
         lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
         raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
     scaling_of(model).load_state_dict(gates)
     return model
+
+
+def local_folder(folder: str | Path, options: dict[str, Any]) -> Path:
+    """The folder on disk of `from_pretrained`, downloaded if need be; takes subfolder out of the options."""
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download
+
+        hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+        folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
+    return Path(folder, options.pop("subfolder", ""))
+
+
+@contextmanager
+def quiet_diffusers() -> Iterator[None]:
+    """No warnings about entries and weights that diffusers does not know; they are read separately."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> None:
@@ -184,8 +200,8 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
         raise ValueError(f"{weights}: {count}: {trouble[0]}; build the model as it was when it was saved")
 
 
-def _read_gates(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
-    """Read the tensors of the scaling from the files of one variant, sharded or not, as diffusers names them."""
+def read_tensors(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
+    """Tensors whose names start with `prefix`, without it, from the files of one variant, as diffusers names them."""
     gates: dict[str, Tensor] = {}
     dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
     name = re.compile(rf"diffusion_pytorch_model({shard}{dot}|{dot}{shard})\.safetensors")

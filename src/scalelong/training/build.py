@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64
 from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import SettingError, require, require_memory
-from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, check_settings
+from scalelong.parametrization import parametrize
+from scalelong.runs.settings import Conditioning, ModelSettings, MupSettings, RunConfig, check_settings
 from scalelong.scaling.registry import METHODS, ScalingConfig
 
 UNCONDITIONAL = Conditioning()
@@ -34,6 +36,10 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     if METHODS[method].sampling_only:
         raise ValueError(f"scaling.method: {method!r} is for sampling from a trained model; train with another method")
     resolve_sampling(sampling, build_objective(config).process)
+    if optimizer.name == "muon" and config.mup.base_width:
+        raise ValueError(
+            "optimizer.name: the rates of mup are those of Adam, got 'muon'; use adamw, or no mup.base_width"
+        )
     if optimizer.name == "muon" and not hasattr(torch.optim, "Muon"):
         raise ValueError(f"optimizer.name: muon needs torch 2.9 or newer, this is {torch.__version__}; use adamw")
     require(optimizer.lr > 0, "optimizer.lr", "positive", optimizer.lr)
@@ -108,7 +114,7 @@ def build_objective(config: RunConfig) -> Objective:
 def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UNCONDITIONAL) -> nn.Module:
     """The scaled backbone for images of this shape, with weights that are a function of the seed.
 
-    The backbone is built before the gates, so every method starts from the same weights.
+    The backbone is built before the gates, so every method starts from the same weights. With mup.base_width, in muP.
     """
     if shape[1] != shape[2]:
         raise ValueError(f"data.image_size: images must be square, got {shape[1]} x {shape[2]}; set data.image_size")
@@ -118,7 +124,25 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
     with seeded(config.training.seed):
         model = build(config.model, shape, conditioning)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
+    if config.mup.base_width:
+        with torch.device("meta"):
+            base = build_model(replace(config, model=at_width(config.model, config.mup.base_width), mup=MupSettings()),
+                               shape, conditioning)  # fmt: skip
+        parametrize(model, base, same_width=True)
     return model
+
+
+def at_width(settings: ModelSettings, width: int, key: str = "mup.base_width") -> ModelSettings:
+    """The same network at another width; heads keep their size where the width allows it, else their number."""
+    if settings.backbone == "uvit":
+        head = settings.dim // settings.heads
+        heads = settings.heads if width % head else width // head
+        require(width % heads == 0 and width % 2 == 0, key, f"even and a multiple of {heads} heads", width)
+        return replace(settings, dim=width, heads=heads)
+    first = settings.channels[0]
+    whole = all(channels * width % first == 0 for channels in settings.channels)
+    require(whole and width % 32 == 0, key, f"a multiple of 32 that scales channels {settings.channels} evenly", width)
+    return replace(settings, channels=tuple(channels * width // first for channels in settings.channels))
 
 
 def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:

@@ -27,7 +27,7 @@ from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, rea
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.runs.settings import Conditioning, MupSettings, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.runs.validation import short_lines
 from scalelong.scaling.baselines import TunedScaling
 from scalelong.skips.hooks import replace_scaling, scaling_of
@@ -282,7 +282,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
         exported = ExportedRun(**{**stored, "shape": shape, "condition": condition})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
-    config = from_yaml(inside(folder, CONFIG))
+    config = replace(from_yaml(inside(folder, CONFIG)), mup=MupSettings())  # export folds the multipliers of muP
     if exported.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, exported.shape, exported.condition)

@@ -26,6 +26,7 @@ from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.failpoints import protected
+from scalelong.parametrization import param_groups
 from scalelong.runs.settings import OptimizerSettings, RunConfig
 from scalelong.skips.hooks import scaling_of
 from scalelong.training.condition import Condition
@@ -69,7 +70,7 @@ class Stepper:
         `stop`: this rank was asked to stop. `limit`: a larger loss is not applied.
         """
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(self.config, step)
+            group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
         self.scaling.advance(step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
         samples = []
@@ -222,19 +223,15 @@ class EMA:
 def make_optimizers(settings: OptimizerSettings, model: nn.Module, device: torch.device) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters; or Muon for the weights of linear layers, with updates as large as AdamW's, and AdamW for
     the others: embeddings, convolutions, norms, biases, and the output layer of the U-ViT."""
-    matrices = {
-        id(module.weight)
-        for name, module in model.named_modules()
-        if settings.name == "muon" and isinstance(module, nn.Linear) and name != "decoder_pred"
-    }
-    muon, other = ([p for p in model.parameters() if (id(p) in matrices) == chosen] for chosen in (True, False))
     decay, fused = settings.weight_decay, device.type == "cuda"
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=fused)
-    ]
-    if muon:
-        optimizers.append(torch.optim.Muon(muon, settings.lr, decay, adjust_lr_fn="match_rms_adamw"))
-    return optimizers
+    if settings.name == "adamw":
+        groups = param_groups(model, settings.lr, decay)
+        return [torch.optim.AdamW(groups, settings.lr, settings.betas, fused=fused)]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    matrices = {id(module.weight) for name, module in layers if name != "decoder_pred"}
+    muon, other = ([p for p in model.parameters() if (id(p) in matrices) == chosen] for chosen in (True, False))
+    adamw = torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=fused)
+    return [adamw, torch.optim.Muon(muon, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
 
 
 def is_main_rank() -> bool:

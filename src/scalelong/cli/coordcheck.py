@@ -1,0 +1,66 @@
+"""`scalelong coordcheck`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+from torch import nn
+
+from scalelong.cli.arguments import PresetName
+from scalelong.cli.open_model import from_config
+from scalelong.parametrization.coordinates import coordinate_check, plot
+from scalelong.runs.presets import get_preset
+from scalelong.runs.settings import MupSettings, RunConfig
+from scalelong.training.build import at_width
+
+
+@dataclass(frozen=True)
+class Coordcheck:
+    """Check that activations keep their size as the network of a preset widens: in muP they do, else they do not.
+
+    Trains it for a few steps at every width and fits the slope of log |activation| over log width for every module.
+
+    Example: scalelong coordcheck digits-demo --out runs/coordinates
+    """
+
+    preset: PresetName  # as for train
+    widths: tuple[int, ...] = ()  # default: five, up to 512 (uvit) or 160 (unet); the first is the base of muP
+    depth: int = 2  # blocks of a U-ViT; widths compare alike at any depth. 0: the preset's
+    steps: int = 3
+    seeds: int = 3
+    lr: float = 0.005
+    verbose: bool = False  # print the slopes of every module
+    out: str = "runs/coordinates"  # folder of the plot
+
+
+def main(arguments: list[str]) -> None:
+    """Check both parametrizations, print, plot."""
+    command = tyro.cli(Coordcheck, args=arguments, prog="scalelong coordcheck")
+    config = replace(get_preset(command.preset), mup=MupSettings())
+    if command.depth:
+        config = replace(config, model=replace(config.model, depth=command.depth))
+    widths = command.widths or default_widths(config)
+
+    def make_model(width: int) -> nn.Module:
+        return from_config(replace(config, model=at_width(config.model, width, "widths")))
+
+    options = {"lr": command.lr, "steps": command.steps, "seeds": command.seeds}
+    checks = [coordinate_check(make_model, widths, parametrization=kind, **options) for kind in ("mup", "standard")]  # type: ignore[arg-type]
+    for check in checks:
+        lines = str(check).splitlines()
+        print("\n".join([*lines, ""]) if command.verbose else f"{check.name:9} {lines[-1]}")
+    folder = Path(command.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    title = f"{command.preset}: mean |activation| of every module"
+    print(f"picture   {plot(checks, title, folder / f'coordinates-{command.preset}.png')}")
+    if not checks[0].flat:
+        raise ValueError("mup: not flat; widen --widths or raise --seeds, and look for the module with --verbose")
+
+
+def default_widths(config: RunConfig) -> tuple[int, ...]:
+    if config.model.backbone == "unet":
+        return (32, 64, 96, 128, 160)
+    head = config.model.dim // config.model.heads
+    return (32, 64, 128, 256, 512) if 32 % head == 0 else tuple(head * count for count in (1, 2, 4, 6, 8))

@@ -1,0 +1,204 @@
+"""The role of every tensor, found by comparing its shape with that at base width.
+
+Dimensions that differ are infinite. With m the ratio of the two widths (of the fan-in, for matrices), under Adam:
+
+    role     infinite dimensions         initial size   forward   learning rate   weight decay
+    finite   none                        as at base     1         1               1
+    vector   its only one                as at base     1         1               1
+    input    the fan-out                 as at base     1         1               1
+    hidden   fan-in and fan-out          / sqrt(m)      1         / m             x m
+    output   the fan-in                  as at base     1 / m     1               1
+
+Attention whose head size d differs from the base's d0 multiplies its logits by sqrt(d0) / d rather than 1 / sqrt(d).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from scalelong.skips import is_scaled
+from scalelong.skips.hooks import root_name
+
+Role = Literal["finite", "vector", "input", "hidden", "output"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TensorRole:
+    """The role of a tensor: its shape at base width, factors on its initial values and its learning rate, the multiplier of
+    the layer it belongs to.
+
+    >>> TensorRole("hidden", (64, 64), initial=0.5, lr=0.25).decay  # decoupled: lr * decay stays the same
+    4.0
+    """
+
+    role: Role
+    base: tuple[int, ...]
+    initial: float = 1.0
+    multiplier: float = 1.0
+    lr: float = 1.0
+
+    @property
+    def decay(self) -> float:
+        return 1 / self.lr
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is done to a model, by the names of its tensors and modules."""
+
+    roles: dict[str, TensorRole] = field(default_factory=dict)
+    inputs: dict[str, float] = field(default_factory=dict)  # modules whose input is multiplied: readouts
+    outputs: dict[str, float] = field(default_factory=dict)  # modules whose output is multiplied: queries of attention
+    scales: dict[str, float] = field(default_factory=dict)  # attention of our U-ViT: its scale
+    heads: dict[str, int] = field(default_factory=dict)  # head sizes at base width
+    joined: list[str] = field(default_factory=list)  # modules whose weight is joined from two: `skip_weights`
+    stamp: tuple[int, ...] = ()  # the shapes of all tensors and the head sizes at base width; empty: not muP
+
+
+def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape at base width of every parameter; gates of a scaling that the base lacks are finite.
+
+    Gates are matched in order: LS names those it shares after their width.
+    """
+    if not isinstance(base, nn.Module) or type(model) is not type(base):
+        given = type(base).__name__
+        raise ValueError(f"base: is a {given}, the model a {type(model).__name__}; give the same class at base width")
+    theirs = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
+    ours = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if is_scaled(model):
+        gates = [name for name in ours if name.startswith(f"{root_name(model)}.")]
+        others = [name for name in theirs if name.startswith(f"{root_name(base)}.")] if is_scaled(base) else []
+        known = [theirs.pop(name) for name in others]
+        theirs |= dict(zip(gates, known if len(known) == len(gates) else [ours[name] for name in gates], strict=True))
+    shapes = {name: theirs.pop(name, None) for name in ours}
+    for name in [*(name for name, shape in shapes.items() if shape is None), *theirs]:
+        where = "the model" if name in theirs else "the base"
+        raise ValueError(
+            f"base: {where} has no {name}; base and model must differ in width only, not in depth or options"
+        )
+    for name, shape in shapes.items():
+        if len(shape or ()) != len(ours[name]):
+            raise ValueError(
+                f"base: {name} is {shape} there and {ours[name]} in the model; they must differ in width only"
+            )
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def make_plan(
+    model: nn.Module, shapes: Shapes, heads: Mapping[str, int] | None = None, initialize: bool = True
+) -> Plan:
+    """Roles and multipliers from the shapes and head sizes at base width; weights on the meta device are not measured."""
+    plan = Plan(heads=dict(heads or {}))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            name = names[id(parameter)]
+            found = _role(name, module, own, tuple(parameter.shape), shapes[name])
+            if found.multiplier != 1:
+                plan.inputs[path] = found.multiplier
+            if name not in plan.roles or found.role == "input":  # tied to a readout, an embedding stays one
+                initial = found.initial * _law(module, own, parameter, shapes, names) if initialize else 1.0
+                multiplier = plan.roles[name].multiplier if name in plan.roles else found.multiplier
+                plan.roles[name] = TensorRole(found.role, found.base, initial, multiplier, found.lr)
+    for path, module, size in attentions(model):
+        factor = math.sqrt(plan.heads.get(path, size) / size)
+        if factor == 1:
+            continue
+        queries = [f"{path}.{query}" for query in _queries(module)]
+        if queries:
+            plan.outputs.update(dict.fromkeys(queries, factor))
+        elif hasattr(module, "scale"):
+            plan.scales[path] = factor / math.sqrt(size)
+        else:
+            fixed = f"{path} has heads of {size}, of {plan.heads[path]} at base width, and a fixed scale of 1 / sqrt(d)"
+            raise ValueError(f"model: {fixed}; keep the head size and grow the number of heads")
+    in_order = {name: plan.roles[name] for name in names.values()}
+    stamp = (*(size for role in in_order.values() for size in role.base), *plan.heads.values())
+    return replace(plan, roles=in_order, stamp=stamp)
+
+
+def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> TensorRole:
+    infinite = [at for at, (here, there) in enumerate(zip(shape, base, strict=True)) if here != there]
+    if len(infinite) > 2:
+        raise ValueError(
+            f"model: {name} has {len(infinite)} infinite dimensions, {base} -> {shape}; muP knows up to two"
+        )
+    if not infinite:
+        return TensorRole("finite", base)
+    if len(shape) == 1:
+        return TensorRole("vector", base)
+    layer = isinstance(module, nn.Linear | _ConvNd) or (
+        own == "weight" and "embed" not in type(module).__name__.lower()
+    )
+    fan_in = (0 if isinstance(module, _ConvTransposeNd) else 1) if layer else infinite[-1]
+    ratio = shape[fan_in] / base[fan_in]
+    if len(infinite) == 2:
+        return TensorRole("hidden", base, initial=ratio**-0.5, lr=1 / ratio)
+    if layer and infinite == [fan_in]:
+        return TensorRole("output", base, multiplier=1 / ratio)
+    return TensorRole("input", base)
+
+
+def _law(module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Mapping[int, str]) -> float:
+    """Standard initial size at base width, divided by that at this width."""
+    if values.is_meta or not values.is_floating_point() or not values.numel():
+        return 1.0
+    weight = getattr(module, "weight", None) if own == "bias" else values
+    if not isinstance(weight, Tensor) or id(weight) not in names:
+        return 1.0
+    found, count = values.detach().double(), values.numel()
+    size, largest = float(found.pow(2).mean().sqrt()), float(found.abs().max())
+    if size == 0 or (count > 1 and float(found.std(correction=0)) < 1e-3 * size):  # zeros, ones
+        return 1.0
+    near = 3 / math.sqrt(count) + 0.005
+    for here, there in zip(
+        *(_laws(own, tuple(shape)) for shape in (weight.shape, shapes[names[id(weight)]])), strict=True
+    ):
+        within = largest <= 1.01 * math.sqrt(3) * here[0]  # the bound of a uniform law
+        if abs(size / here[0] - 1) < near and (within or not here[1]):
+            return float(there[0] / here[0])
+    return 1.0
+
+
+def _laws(own: str, shape: tuple[int, ...]) -> list[tuple[float, bool]]:
+    """Root mean squares of the usual initializations, and whether they are uniform."""
+    if len(shape) < 2:
+        return [(shape[0] ** -0.5, False)] if shape and own != "bias" else []
+    fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
+    default = ((3 * fan_in) ** -0.5, True)  # of torch: within 1 / sqrt(fan_in)
+    if own == "bias":
+        return [default]
+    width = [] if own == "weight" else [(shape[-1] ** -0.5, False)]  # of tables and tokens
+    return [
+        default,
+        *width,
+        ((2 / (fan_in + fan_out)) ** 0.5, False),
+        (fan_in**-0.5, False),
+        ((2 / fan_in) ** 0.5, False),
+    ]
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Name, module and head size of attention as torch, diffusers, timm and this package write it."""
+    for name, module in model.named_modules():
+        heads = getattr(module, "heads", getattr(module, "num_heads", None))
+        if isinstance(module, nn.MultiheadAttention):
+            yield name, module, module.head_dim
+        elif isinstance(heads, int) and isinstance(query := getattr(module, "to_q", None), nn.Linear):
+            yield name, module, query.out_features // heads
+        elif isinstance(heads, int) and isinstance(query := getattr(module, "qkv", None), nn.Linear):
+            yield name, module, query.out_features // (3 * heads)
+
+
+def _queries(attention: nn.Module) -> Iterator[str]:
+    """The modules that queries leave last: a norm behind the projection, if there is one; of timm, `q_norm`."""
+    for norm, projection in (("norm_q", "to_q"), ("norm_added_q", "add_q_proj"), ("q_norm", "")):
+        found = [name for name in (norm, projection) if isinstance(getattr(attention, name or "-", None), nn.Module)]
+        yield from found[:1]

@@ -1,0 +1,197 @@
+"""Does the best learning rate, or kappa, of a narrow network hold for a wide one? A grid of short runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from scalelong.errors import require, unknown_name
+from scalelong.files import write_text
+from scalelong.runs import METRICS
+from scalelong.runs.events import read_events
+from scalelong.runs.settings import MupSettings, RunConfig
+from scalelong.training import NonFiniteError, Trainer
+from scalelong.training.build import at_width, check_config
+from scalelong.training.step import is_main_rank
+
+logger = logging.getLogger(__name__)
+RESULTS = "transfer.json"
+DIVERGED = "diverged"  # file in the folder of a run whose loss was not finite
+PARAMETRIZATIONS = ("mup", "standard")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of the grid."""
+
+    parametrization: str
+    width: int
+    lr: float
+    kappa: float
+    seed: int
+    loss: float | None = None  # mean training loss over the last tenth of the steps; None: diverged or not trained yet
+
+    @property
+    def name(self) -> str:
+        return f"{self.parametrization}-w{self.width}-lr{self.lr:g}-k{self.kappa:g}-seed{self.seed}"
+
+
+def transfer_grid(
+    preset: RunConfig,
+    widths: Sequence[int],
+    rates: Sequence[float],
+    *,
+    kappas: Sequence[float] = (),
+    seeds: Sequence[int] = (0,),
+    parametrizations: Sequence[str] = PARAMETRIZATIONS,
+) -> dict[Point, RunConfig]:
+    """The preset at every width, rate, kappa and seed in both parametrizations; the first width is the base of muP.
+
+    >>> from scalelong.runs.presets import get_preset
+    >>> [point.name for point in transfer_grid(get_preset("digits-demo"), (32, 64), (1e-3,), parametrizations=("mup",))]
+    ['mup-w32-lr0.001-k0.7-seed0', 'mup-w64-lr0.001-k0.7-seed0']
+    """
+    require(len(set(widths)) >= 2, "widths", "at least two different widths", tuple(widths))
+    require(bool(rates) and min(rates) > 0, "rates", "at least one positive learning rate", tuple(rates))
+    grid = {}
+    for kind in parametrizations:
+        if kind not in PARAMETRIZATIONS:
+            raise unknown_name("parametrizations", kind, PARAMETRIZATIONS)
+        for width in widths:
+            for lr, kappa, seed in ((r, k, s) for r in rates for k in kappas or (preset.scaling.kappa,) for s in seeds):
+                config = replace(
+                    preset,
+                    model=at_width(preset.model, width, "widths"),
+                    optimizer=replace(preset.optimizer, lr=lr),
+                    scaling=replace(preset.scaling, kappa=kappa),
+                    mup=MupSettings(widths[0] if kind == "mup" else 0),
+                    training=replace(preset.training, seed=seed),
+                )
+                grid[Point(kind, width, lr, kappa, seed)] = check_config(config)
+    return grid
+
+
+def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point]:
+    """Train what is not trained yet, in folders below `out`, and return the points with their losses; stores them as JSON."""
+    out, points = Path(out), []
+    for position, (point, config) in enumerate(grid.items(), 1):
+        folder = out / point.name
+        if not (folder / DIVERGED).is_file():
+            if is_main_rank():
+                logger.info("run %d of %d: %s", position, len(grid), point.name)
+            try:
+                trainer = Trainer(config, folder)
+                trainer.run()
+                if trainer.stopping:
+                    raise RuntimeError(
+                        f"stopped in {point.name} at step {trainer.step}; repeat the command to continue"
+                    )
+            except NonFiniteError as error:
+                write_text(folder / DIVERGED, f"{error}\n")
+        points.append(replace(point, loss=None if (folder / DIVERGED).is_file() else final_loss(folder)))
+    write_text(out / RESULTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    return points
+
+
+def final_loss(folder: Path) -> float:
+    """Mean training loss over the last tenth of a run's records; all widths see the same images, times and noises."""
+    losses = [record["loss"] for record in read_events(folder)[0] if record["kind"] == "train"]
+    if not losses:
+        raise ValueError(f"{folder / METRICS}: holds no training record; lower training.log_every")
+    return float(mean(losses[-max(1, len(losses) // 10) :]))
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best value of one parametrization at one width, over the mean of its seeds."""
+
+    parametrization: str
+    width: int
+    best: float
+    loss: float
+    seeds: int
+
+
+def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
+    """The best rate (over="lr") or kappa at every width; values where a seed diverged do not count.
+
+    >>> runs = [Point("mup", width, lr, 0.7, 0, loss=(lr - 1e-3) ** 2) for width in (64, 128) for lr in (1e-3, 2e-3)]
+    >>> [(found.width, found.best) for found in optima(runs)]
+    [(64, 0.001), (128, 0.001)]
+    """
+    found = []
+    for kind, width in dict.fromkeys((point.parametrization, point.width) for point in points):
+        curve = dict(_curve(points, kind, width, over))
+        finite = {value: loss for value, loss in curve.items() if math.isfinite(loss)}
+        if finite:
+            best = min(finite, key=lambda value: finite[value])
+            seeds = len(
+                {p.seed for p in points if (p.parametrization, p.width, getattr(p, over)) == (kind, width, best)}
+            )
+            found.append(Optimum(kind, width, best, finite[best], seeds))
+    return found
+
+
+def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
+    """(value, mean loss over seeds), at the best of the other value; inf where a seed diverged."""
+    other, mine = (
+        "kappa" if over == "lr" else "lr",
+        [p for p in points if (p.parametrization, p.width) == (kind, width)],
+    )
+    for value in sorted({getattr(point, over) for point in mine}):
+        here = [point for point in mine if getattr(point, over) == value]
+        means = []
+        for second in {getattr(point, other) for point in here}:
+            losses = [point.loss for point in here if getattr(point, other) == second]
+            means.append(math.inf if None in losses else mean(loss for loss in losses if loss is not None))
+        yield value, min(means)
+
+
+def summary(points: Sequence[Point], over: str = "lr") -> str:
+    """The best value at every width, the factor by which it moves, and whether wider is better at the base's best."""
+    found, lines = optima(points, over), [f"{'':9} {'width':>6} {'best ' + over:>10} {'loss':>9} {'seeds':>6}"]
+    for kind in dict.fromkeys(each.parametrization for each in found):
+        rows = [each for each in found if each.parametrization == kind]
+        lines += [f"{kind:9} {row.width:6d} {row.best:10.3g} {row.loss:9.5f} {row.seeds:6d}" for row in rows]
+        moved = max(row.best for row in rows) / min(row.best for row in rows)
+        held = [dict(_curve(points, kind, row.width, over)).get(rows[0].best, math.inf) for row in rows]
+        wider = all(later <= earlier for earlier, later in pairwise(held))
+        better = "is never worse" if wider else "is worse somewhere"
+        lines.append(f"{kind:9} the best {over} moves by a factor of {moved:.3g}; at {rows[0].best:g}, wider {better}")
+    return "\n".join(lines)
+
+
+def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
+    """Loss against the rate (or kappa), one line per width, one panel per parametrization; crosses are the best values."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(point.parametrization for point in points))
+    figure, axes = plt.subplots(
+        1, len(kinds), sharey=True, squeeze=False, layout="constrained", figsize=(4.6 * len(kinds), 3.6)
+    )
+    best = {(each.parametrization, each.width): each for each in optima(points, over)}
+    axis: Any
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        for width in dict.fromkeys(point.width for point in points if point.parametrization == kind):
+            curve = [(value, loss) for value, loss in _curve(points, kind, width, over) if math.isfinite(loss)]
+            (line,) = axis.plot(*zip(*curve, strict=True), marker=".", label=f"width {width}") if curve else (None,)
+            if line is not None:
+                axis.plot(best[kind, width].best, best[kind, width].loss, "x", color=line.get_color(), markersize=9)
+        axis.set(
+            title=kind, xlabel="learning rate" if over == "lr" else over, xscale="log" if over == "lr" else "linear"
+        )
+    axes[0][0].set_ylabel("training loss at the end")
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return Path(path)

@@ -1,0 +1,86 @@
+"""The coordinate check tells muP from the standard parametrization and from broken variants of muP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from experiments.coordinate_checks import CLASSES, WIDTHS
+from torch import nn
+
+from scalelong.parametrization.coordinates import coordinate_check, plot
+from scalelong.parametrization.mup import INPUT, apply_plan, param_groups, plan_for, plan_of
+
+
+def net(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 2))
+
+
+def broken(variant: str):
+    """muP with one mistake."""
+
+    def prepare(model: nn.Module, base: nn.Module, lr: float):
+        apply_plan(model, plan_for(model, base, same_width=True))
+        plan, groups = plan_of(model), param_groups(model, lr)
+        for path in plan.inputs if variant == "no output multiplier" else ():
+            setattr(model.get_submodule(path), INPUT, 1.0)
+        for path in plan.scales if variant == "1 / sqrt(d) attention" else ():
+            model.get_submodule(path).scale = None
+        for group in groups if variant == "hidden rate not divided" else ():
+            group["lr"] = lr
+        for name, role in plan.roles.items() if variant == "initial size not divided" else ():
+            if role.role == "hidden":
+                model.get_parameter(name).data.div_(role.initial)
+        return groups
+
+    return prepare
+
+
+@pytest.mark.parametrize("kind, flat", [("mup", True), ("standard", False)])
+def test_any_module(kind: str, flat: bool) -> None:
+    found = coordinate_check(net, (32, 64, 128, 192, 256), example=torch.ones(2, 3), parametrization=kind)
+    assert found.flat is flat, str(found)
+
+
+@pytest.mark.parametrize(
+    "variant, where",
+    [
+        ("no output multiplier", "decoder_pred"),
+        ("hidden rate not divided", "attn"),
+        ("initial size not divided", "mlp"),
+        ("1 / sqrt(d) attention", "logits"),
+    ],
+)
+def test_broken_variants_are_caught_where_they_are(variant: str, where: str) -> None:
+    make, example = CLASSES["UViT"]
+    found = coordinate_check(make, (32, 64, 128, 192), example=example, parametrization=broken(variant), seeds=1)
+    name, _, slope = found.worst
+    assert slope > 0.2, str(found)  # what is left of muP's own at these widths and with one seed is negative
+    assert where in name, str(found)
+
+
+def test_plots_tables_and_errors(tmp_path) -> None:
+    options = {"example": torch.ones(1, 3), "seeds": 1}
+    found = [coordinate_check(net, (16, 32), parametrization=kind, **options) for kind in ("mup", "standard")]
+    assert plot(found, "net", tmp_path / "net.png").stat().st_size > 1000
+    assert "step 3" in str(found[0])
+    assert str(found[1]).splitlines()[-1].startswith("not flat")
+    with pytest.raises(ValueError, match="unknown 'mub'; did you mean 'mup'"):
+        coordinate_check(net, (16, 32), parametrization="mub", **options)
+    with pytest.raises(ValueError, match="widths: must be at least two different widths"):
+        coordinate_check(net, (16,), **options)
+
+
+def test_the_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    coordinate_check(net, (16, 32), example=torch.ones(1, 3), seeds=1, steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_supported_class(name: str) -> None:
+    make, example = CLASSES[name]
+    found = coordinate_check(make, WIDTHS, example=example)
+    assert found.flat, str(found)
+    standard = coordinate_check(make, (32, 64, 128, 256), example=example, parametrization="standard", seeds=1)
+    assert standard.worst[2] > 0.5, str(standard)
