@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +18,8 @@ from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
 from scalelong.skips.example import as_call, is_meta, merge_example
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of
+from scalelong.skips.feature_conditioning import detach_features, features_off, is_conditioned
+from scalelong.skips.hooks import is_scaled, scaling_of, write_config
 from scalelong.skips.long_skip import Call, Fused, LongSkip, skip_table
 from scalelong.skips.tracing.hook_points import after_norm, detect, detect_all, holding_both
 from scalelong.skips.tracing.nesting import NoLongSkipsError
@@ -54,7 +54,7 @@ class Handle:
         return self.scaling.current()
 
     def remove(self) -> None:
-        remove(self.model)
+        remove(self.model, "scaling")
 
     @property
     def note(self) -> str:
@@ -117,25 +117,26 @@ def apply(
         raise unknown_name("placement", placement, ("before", "after_norm"))
     if placement == "after_norm" and not METHODS[method].constant:
         raise ValueError(f"placement: 'after_norm' is for constant methods, got {method!r}; use placement='before'")
-    skips, detected = _find(model, call)
-    if placement == "after_norm":
-        skips = after_norm(model, skips, call or generated_example(model))
-    if METHODS[method].needs == "operands":
-        skips = _with_operands(model, skips, call)
-    branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
-    with torch.inference_mode(False):  # gates created in inference mode could not be trained
-        scaling = config.build([skip.size for skip in skips], len(branches))
-        _match(scaling, model)
-    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in skips):
-        found = detect_all(model, skips, call or generated_example(model))
-        skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
-    hooks.attach(model, skips, scaling, branches)
-    if verify and call is not None and (detected or placement != "before") and not is_meta(model):
-        try:
-            check_hooks(model, example=call)
-        except BaseException:
-            hooks.detach(model)
-            raise
+    with features_off(model):
+        skips, detected = _find(model, call)
+        if placement == "after_norm":
+            skips = after_norm(model, skips, call or generated_example(model))
+        if METHODS[method].needs == "operands":
+            skips = _with_operands(model, skips, call)
+        branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
+        with torch.inference_mode(False):  # gates created in inference mode could not be trained
+            scaling = config.build([skip.size for skip in skips], len(branches))
+            hooks.match(scaling, model)
+        if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in skips):
+            found = detect_all(model, skips, call or generated_example(model))
+            skips = [holding_both(found.trace, *each, method) for each in zip(found.paths, skips, strict=True)]
+        hooks.attach(model, skips, scaling, branches)
+        if verify and call is not None and (detected or placement != "before") and not is_meta(model):
+            try:
+                check_hooks(model, example=call)
+            except BaseException:
+                hooks.detach(model)
+                raise
     hooks.reset_compiled()
     write_config(model, to_json(model))
     handle = Handle(model, skips, config)
@@ -160,16 +161,23 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     >>> [(skip.index, skip.used_in) for skip in find_skips(UNet1DModel())]
     [(1, 'up_blocks.2.resnets.0'), (2, 'up_blocks.1.resnets.0'), (3, 'up_blocks.0.resnets.0')]
     """
-    return _find(model, merge_example(example, args, kwargs))[0]
+    with features_off(model):
+        return _find(model, merge_example(example, args, kwargs))[0]
 
 
-def remove(model: nn.Module) -> None:
-    """Undo `apply`: the model, its state dict and its config are as before.
+def remove(model: nn.Module, what: Literal["scaling", "features"] | None = None) -> None:
+    """Undo `apply` and `condition_on_features`, or one of them: the model, its state dict and its config are as before.
 
     >>> from diffusers import UNet1DModel
     >>> handle = apply(UNet1DModel(), "ls")
     >>> remove(handle.model)
     """
+    if what not in (None, "scaling", "features"):
+        raise unknown_name("what", what, ("scaling", "features"))
+    if what == "features" or (what is None and is_conditioned(model)):
+        detach_features(model)
+        if what == "features" or not is_scaled(model):
+            return
     scaling_of(model)
     hooks.detach(model)
     hooks.reset_compiled()
@@ -206,16 +214,6 @@ def _find(model: nn.Module, call: Call | None) -> tuple[list[LongSkip], bool]:
     return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
 
-def _match(scaling: Scaling, model: nn.Module) -> None:
-    """Move the scaling to the mode of the model, and to the device and dtype of most of its weights."""
-    scaling.train(model.training)
-    weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for parameter in (p for p in model.parameters() if p.is_floating_point()):
-        weights[parameter.device, parameter.dtype] += parameter.numel()
-    for (device, dtype), _ in weights.most_common(1):
-        scaling.to(device=device, dtype=dtype)
-
-
 def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
     """Fill in the width of what each skip is joined with, and its decoder stage."""
     if all(skip.size.main is not None for skip in skips):
@@ -241,15 +239,3 @@ def to_json(model: nn.Module) -> dict[str, Any]:
     scaling = scaling_of(model)
     placement = {"placement": "after_norm"} if any(skip.after_norm for skip in hooks.attached_skips(model)) else {}
     return {**scaling.config.to_json(), "num_skips": scaling.num_skips, **placement}
-
-
-def write_config(model: Any, stored: dict[str, Any] | None) -> None:
-    """Write the scaling to a diffusers model's config, which `save_pretrained` stores; None removes it."""
-    if not hasattr(model, "register_to_config"):
-        return
-    if stored is not None:
-        scaling_of(model).written = stored
-        model.register_to_config(**{CONFIG_KEY: stored})
-    else:
-        entries = model._internal_dict
-        model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})

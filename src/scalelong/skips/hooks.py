@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,14 +60,14 @@ def attach(
 def detach(model: nn.Module) -> None:
     for module in _hooked(model):
         delattr(module, ATTACHMENT)
-        for key in _drop(module._forward_pre_hooks, scale_inputs):
+        for key in drop(module._forward_pre_hooks, scale_inputs):
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-        _drop(module._forward_hooks, scale_output)
+        drop(module._forward_hooks, scale_output)
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
-    _drop(model._load_state_dict_pre_hooks, check_state_dict)
-    _drop(model._load_state_dict_post_hooks, warn_of_missing)
-    _drop(model._state_dict_pre_hooks, restore_constants)
+    drop(model._load_state_dict_pre_hooks, check_state_dict)
+    drop(model._load_state_dict_post_hooks, warn_of_missing)
+    drop(model._state_dict_pre_hooks, restore_constants)
 
 
 def _tensors_of(model: nn.Module) -> nn.Module:
@@ -77,7 +78,7 @@ def _tensors_of(model: nn.Module) -> nn.Module:
     return tables
 
 
-def _drop(hooks: dict[int, Any], function: Any) -> list[int]:
+def drop(hooks: dict[int, Any], function: Any) -> list[int]:
     """Remove a hook function from a module's registry; it may be wrapped by torch, and by `partial`."""
     inner = {key: getattr(hook, "hook", hook) for key, hook in hooks.items()}
     keys = [key for key, hook in inner.items() if getattr(hook, "func", hook) is function]
@@ -163,6 +164,29 @@ def reset_compiled() -> None:
     """Drop compiled code, which ignores hooks that are added later; the next call compiles anew."""
     if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
         torch.compiler.reset()
+
+
+def match(added: nn.Module, model: nn.Module) -> None:
+    """Move an added module to the mode of the model, and to the device and dtype of most of its weights."""
+    added.train(model.training)
+    weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for parameter in (p for p in model.parameters() if p.is_floating_point()):
+        weights[parameter.device, parameter.dtype] += parameter.numel()
+    for (device, dtype), _ in weights.most_common(1):
+        added.to(device=device, dtype=dtype)
+
+
+def write_config(model: Any, stored: dict[str, Any] | None, key: str = CONFIG_KEY) -> None:
+    """Write an entry to a diffusers model's config, which `save_pretrained` stores; None removes it."""
+    if not hasattr(model, "register_to_config"):
+        return
+    if stored is not None:
+        if key == CONFIG_KEY:
+            scaling_of(model).written = stored
+        model.register_to_config(**{key: stored})
+    else:
+        entries = model._internal_dict
+        model._internal_dict = type(entries)({name: value for name, value in entries.items() if name != key})
 
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips, remove, to_json, write_config
+from scalelong.skips.attach import apply, find_skips, remove, to_json
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of
+from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of, write_config
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"

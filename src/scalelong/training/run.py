@@ -239,7 +239,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
         config = replace(config, scaling=ScalingSettings("none"))
     model = build_model(config, exported.shape, exported.condition)
     if exported.folded:
-        skips.remove(model)  # folded weights have no state of a scaling
+        skips.remove(model, "scaling")  # folded weights have no state of a scaling
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
