@@ -31,7 +31,9 @@ from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
 from scalelong.runs import CONFIG
 from scalelong.runs.settings import to_yaml
-from scalelong.skips import scaling_of
+from scalelong.skips import is_scaled, scaling_of
+from scalelong.skips.feature_conditioning import conditioning_of, is_conditioned
+from scalelong.skips.feature_conditioning import to_json as features_to_json
 from scalelong.training import TrainedRun
 from scalelong.training.run import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
 
@@ -101,23 +103,24 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
     scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
     card = pipeline_card(read_run(run.folder), run.step, run.weights)
-    needs_us = ""
+    needs_us = "model: is conditioned on its own features" if is_conditioned(run.model) else ""
+    folded = True
     try:
         scalelong.fold(run.model)
     except ValueError as error:  # not exact; the model is unchanged
-        needs_us = str(error)
+        needs_us, folded = str(error), False
     with atomic_folder(folder) as stage:
         scheduler.save_pretrained(stage / "scheduler")
         components = {
             "scheduler": ("diffusers", type(scheduler).__name__),
-            DENOISER: _write_denoiser(run.model, stage / DENOISER, scaled=bool(needs_us)),
+            DENOISER: _write_denoiser(run.model, stage / DENOISER, changed=bool(needs_us)),
             **_write_encoders(run, stage, autoencoder),
         }
         plain = _is_plain(run, components, scheduler)
         name = "DDPMPipeline" if plain else ["pipeline", "ScaleLongPipeline"]
         options = {} if plain else _options(run, settings.steps, autoencoder)
         index = {"_class_name": name, "_diffusers_version": diffusers.__version__, **components, **options}
-        description = ExportedRun(run.step, run.weights, run.shape, not needs_us, run.data, run.conditioning)
+        description = ExportedRun(run.step, run.weights, run.shape, folded, run.data, run.conditioning)
         (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (stage / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n")
         (stage / CONFIG).write_text(to_yaml(run.config))
@@ -136,19 +139,21 @@ def _is_plain(run: TrainedRun, components: Mapping[str, Component], scheduler: A
     return alone and supported and not run.conditioning.num_classes
 
 
-def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
+def _write_denoiser(model: Any, folder: Path, changed: bool) -> Component:
     if not isinstance(model, UViT):
         model.save_pretrained(folder)
         name = type(model).__name__
-        if not scaled:
+        if not changed:
             return "diffusers", name
         (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name))
         return "modeling_scaled", f"Scaled{name}"
-    config = scaling_of(model).config if scaled else None
+    config = scaling_of(model).config if is_scaled(model) else None
     scaling = {"method": config.method, "options": dict(config.options)} if config else None
     sizes = asdict(model.config)
     del sizes["checkpointing"]
-    wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, long_skip_scaling=scaling)
+    features = features_to_json(conditioning_of(model)) if is_conditioned(model) else None
+    added = {"long_skip_scaling": scaling, "condition_on_features": features}
+    wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, **added)
     wrapped.uvit.load_state_dict(model.state_dict())
     wrapped.save_pretrained(folder)
     (folder / "modeling_uvit.py").write_text(_uvit_file())

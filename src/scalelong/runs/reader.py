@@ -82,6 +82,7 @@ class Run:
     damaged_lines: int
     start: tuple[Record, ...] = ()
     evaluations: tuple[Measurement, ...] = ()
+    linear_probes: tuple[Record, ...] = ()
     _columns: dict[tuple[str, str], Column] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -190,11 +191,13 @@ def read_run(folder: str | Path) -> Run:
     if not (folder / METRICS).is_file():
         raise FileNotFoundError(f"{folder}: has no {METRICS}; the run has not written a record yet")
     records, damaged = read_events(folder)
-    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": []}
+    kinds: dict[str, list[Any]] = {"train": [], "probe": [], "start": [], "evaluation": [], "linear_probe": []}
     for record in records:
         kind = record.get("kind")
         try:
             _check(_is_count(record["step"]), kind != "start" or isinstance(record.get("data"), str | None))
+            if kind == "linear_probe":
+                _check_probe(record)
             if kind in kinds:
                 kinds[kind].append(_measurement(record, config.sampling) if kind == "evaluation" else record)
         except (KeyError, TypeError, ValueError):
@@ -202,7 +205,8 @@ def read_run(folder: str | Path) -> Run:
     if not kinds["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in kinds["evaluation"] if math.isfinite(evaluation.value))
-    return Run(folder, config, kinds["train"], kinds["probe"], damaged, tuple(kinds["start"]), finite)
+    about = (tuple(kinds["start"]), finite, tuple(kinds["linear_probe"]))
+    return Run(folder, config, kinds["train"], kinds["probe"], damaged, *about)
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
@@ -245,6 +249,16 @@ def _measurement(record: Record, run: SamplingSettings) -> Measurement:
     _check(_is_count(n) and n > 0)
     metric = Metric(name, n, sampling=_sampling(record, run), **texts)
     return Measurement(record["step"], math.nan if value is None else float(value), metric, record.get("sample_seed"))
+
+
+def _check_probe(record: Record) -> None:
+    """A record of `scalelong probe`: accuracies of blocks (rows) at noise levels (columns)."""
+    rows, levels = record["held_out"], record["noise"]
+    _check(all(isinstance(block, str) for block in record["blocks"]), len(rows) == len(record["blocks"]) > 0)
+    _check(record["block"] in record["blocks"], record["level"] in levels, isinstance(record["protocol"], str))
+    numbers = [*levels, *(value for row in rows for value in row), record["accuracy"], record["n_held_out"]]
+    floors = [record[key] for key in ("random_network", "pixels") if record.get(key) is not None]
+    _check(all(len(row) == len(levels) for row in rows), *map(_is_number, [*numbers, *floors]))
 
 
 def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:

@@ -91,6 +91,16 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class FeatureSettings:
+    """Conditioning of later blocks on the network's own features, inspired by DDAE++."""
+
+    conditioning: bool = False
+    tap: str = ""  # the module whose output is pooled; default: the middle block
+    pool: Literal["mean", "attention"] = "mean"
+    detach: bool = False  # no gradient from the condition into the tap
+
+
+@dataclass(frozen=True)
 class ConditionSettings:
     """What the network is conditioned on."""
 
@@ -192,6 +202,7 @@ class RunConfig:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    features: FeatureSettings = field(default_factory=FeatureSettings)
     condition: ConditionSettings = field(default_factory=ConditionSettings)
     diffusion: DiffusionSettings = field(default_factory=DiffusionSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -2,7 +2,8 @@
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, remove
 from scalelong.skips.families import known_families
-from scalelong.skips.feature_conditioning import FeatureConditioning, condition_on_features
+from scalelong.skips.feature_conditioning import FeatureConditioning
+from scalelong.skips.feature_routes import condition_on_features
 from scalelong.skips.fold import fold
 from scalelong.skips.hooks import is_scaled, scaling_of
 from scalelong.skips.long_skip import LongSkip, skip_table

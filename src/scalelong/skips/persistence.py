@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +14,21 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
+from scalelong.errors import did_you_mean
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips.attach import apply, find_skips, remove, to_json
 from scalelong.skips.families import known_skips
+from scalelong.skips.feature_conditioning import (
+    FEATURES_KEY,
+    FEATURES_NAME,
+    FeatureConditioning,
+    Route,
+    attach_features,
+    conditioning_of,
+    is_conditioned,
+)
+from scalelong.skips.feature_conditioning import to_json as features_to_json
 from scalelong.skips.hooks import CONFIG_KEY, is_scaled, root_name, scaling_of, write_config
 
 WEIGHTS_NAME = "model.safetensors"
@@ -28,13 +39,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the weights, including gates, as safetensors and the scaling as JSON; each file appears complete or not at all.
+    """Write the weights, including gates, as safetensors, and the scaling and the conditioning on features as JSON; each file
+    appears complete or not at all.
 
     >>> from diffusers import UNet1DModel
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored, folder = to_json(model), Path(folder)
+    conditioned, folder = is_conditioned(model), Path(folder)
+    stored = to_json(model) if is_scaled(model) or not conditioned else {}
+    if conditioned:
+        stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     write_text(folder / SCALING_NAME, json.dumps(stored, indent=2) + "\n")
@@ -42,7 +57,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 
 def load(model: Model, folder: str | Path, example: Any = None) -> Model:
-    """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
+    """Load a folder written by `save` into `model`, applying what was saved (scaling, conditioning) if the model has none.
 
     example: as for `apply`, for classes that are not known.
 
@@ -56,7 +71,7 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
     stored = json.loads((folder / SCALING_NAME).read_text())
-    with _scaled_as(model, stored, folder / SCALING_NAME, example):
+    with _restored_as(model, stored, folder / SCALING_NAME, example):
         _check_fit(model, folder / WEIGHTS_NAME)
         load_model(model, str(folder / WEIGHTS_NAME))
     return model
@@ -80,8 +95,11 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
         folder = snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors"], **hub)
     source = Path(folder) / options.pop("subfolder", "")
     path = source / "config.json"
-    stored = json.loads(path.read_text()).get(CONFIG_KEY)
-    if stored is None:
+    config = json.loads(path.read_text())
+    stored = {**(config.get(CONFIG_KEY) or {})}
+    if config.get(FEATURES_KEY) is not None:
+        stored[FEATURES_KEY] = config[FEATURES_KEY]
+    if not stored:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
     logger = logging.getLogger("diffusers")
@@ -91,14 +109,59 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     finally:
         logger.setLevel(level)
-    write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = _read_gates(source, options.get("variant"), f"{root_name(model)}.")
-    with _scaled_as(model, stored, path, example):
-        if missing := scaling_of(model).state_dict().keys() - gates.keys():
-            lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
-            raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
-        scaling_of(model).load_state_dict(gates)
+    for key in (CONFIG_KEY, FEATURES_KEY):
+        write_config(model, None, key)  # some versions of diffusers keep unknown entries; `apply` writes its own
+    with _restored_as(model, stored, path, example):
+        added = {
+            name: model.get_submodule(name) for name in (root_name(model), FEATURES_NAME) if name in model._modules
+        }
+        for name, module in added.items():
+            tensors = _read_gates(source, options.get("variant"), f"{name}.")
+            if missing := module.state_dict().keys() - tensors.keys():
+                lacking = f"its safetensors contain no {name}.{min(missing)} for {getattr(module, 'config', name)}"
+                raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
+            module.load_state_dict(tensors)
     return model
+
+
+@contextmanager
+def _restored_as(model: nn.Module, stored: Any, where: Path, example: Any = None) -> Iterator[None]:
+    """Apply the stored scaling and conditioning where the model has none; undo that if an error leaves the block."""
+    with ExitStack() as undo:
+        features = stored.get(FEATURES_KEY) if isinstance(stored, Mapping) else None
+        if features is not None:
+            undo.enter_context(_conditioned_as(model, features, where))
+        elif is_conditioned(model):
+            raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
+        if features is None or stored.keys() - {FEATURES_KEY}:
+            undo.enter_context(_scaled_as(model, stored, where, example))
+        yield
+
+
+@contextmanager
+def _conditioned_as(model: nn.Module, stored: dict[str, Any], where: Path) -> Iterator[None]:
+    try:
+        route = Route.from_json(stored)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{where}: {FEATURES_KEY} is damaged ({error}); save the model again") from None
+    if is_conditioned(model):
+        if conditioning_of(model).route != route:
+            both = f"the model has {conditioning_of(model).route}, the saved one is {route}"
+            raise ValueError(f"{FEATURES_KEY}: {both}; call scalelong.remove(model, 'features') first")
+        yield
+        return
+    modules = dict(model.named_modules())
+    for name in (route.tap, *route.targets):
+        if name not in modules:
+            raise ValueError(
+                f"{where}: the model has no module {name!r}; {did_you_mean(name, modules)}build it as it was"
+            )
+    attach_features(model, FeatureConditioning(route))
+    try:
+        yield
+    except BaseException:
+        remove(model, "features")
+        raise
 
 
 @contextmanager
@@ -128,7 +191,7 @@ def _scaled_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example
     try:
         yield
     except BaseException:
-        remove(model)
+        remove(model, "scaling")
         raise
 
 

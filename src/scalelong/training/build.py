@@ -14,7 +14,7 @@ from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64
 from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import require
-from scalelong.runs.settings import Conditioning, ModelSettings, RunConfig, dotted
+from scalelong.runs.settings import Conditioning, FeatureSettings, ModelSettings, RunConfig, dotted
 from scalelong.scaling.registry import ScalingConfig
 
 UNCONDITIONAL = Conditioning()
@@ -93,7 +93,16 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
     with seeded(config.training.seed):
         model = build(config.model, shape, conditioning)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
+        if config.features.conditioning:
+            _condition_on_features(model, config.features)
     return model
+
+
+def _condition_on_features(model: nn.Module, settings: FeatureSettings) -> None:
+    try:
+        skips.condition_on_features(model, settings.tap or None, pool=settings.pool, detach=settings.detach)
+    except ValueError as error:
+        raise ValueError(f"features.{error}") from None
 
 
 def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
