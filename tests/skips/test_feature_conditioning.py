@@ -93,7 +93,7 @@ def condition(case: Case, **options: Any) -> scalelong.skips.FeatureConditioning
 def output(case: Case, model: nn.Module | None = None) -> Tensor:
     own_model, args, kwargs = case
     torch.manual_seed(1)
-    found = (model or own_model)(*args, **kwargs)
+    found = (own_model if model is None else model)(*args, **kwargs)
     return found if isinstance(found, Tensor) else found.sample
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from scalelong.backbones import as_network
 from scalelong.data import DataError, Source, load_source
+from scalelong.data.loader import augmented
 from scalelong.diffusion import Process, get_process
 from scalelong.errors import did_you_mean, require, unknown_name
 from scalelong.evaluation.block_features import BlockFeatures, times_at
@@ -153,7 +154,7 @@ def fit_linear(features: Tensor, labels: Tensor, classes: int, iterations: int =
     weight = torch.zeros(classes, features.shape[1], device=features.device, requires_grad=True)
     bias = torch.zeros(classes, device=features.device, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [weight, bias], max_iter=iterations, tolerance_grad=1e-6, tolerance_change=1e-10, line_search_fn="strong_wolfe"
+        [weight, bias], max_iter=iterations, tolerance_grad=1e-6, tolerance_change=1e-7, line_search_fn="strong_wolfe"
     )
 
     def objective() -> Tensor:
@@ -251,18 +252,6 @@ def _ddae(
     row, column = divmod(int(table.argmax()), len(times))
     about = (probed.blocks[row], noise[column], probed.blocks, noise, table.tolist(), "ddae, selected on test")
     return LinearProbe(float(table.max()), *about, n, len(test[0]), len(test[0]))
-
-
-def augmented(images: Tensor, seed: int, index: Tensor) -> Tensor:
-    """Random flips and crops of images padded by an eighth, a function of the seed and the index."""
-    side, pad = images.shape[-1], max(1, images.shape[-1] // 8)
-    flip, down, right = uniform(seed, "augment", index, (3,)).unbind(1)
-    padded = F.pad(images, (pad, pad, pad, pad), value=-1.0)
-    rows = (down * (2 * pad + 1)).long()[:, None] + torch.arange(images.shape[-2])
-    columns = (right * (2 * pad + 1)).long()[:, None] + torch.arange(side)
-    columns = torch.where(flip[:, None] < 0.5, columns.flip(1), columns)
-    number = torch.arange(len(images))[:, None, None]
-    return padded.movedim(1, -1)[number, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
 # --------------------------------------------------------------------------------------------------- trained runs

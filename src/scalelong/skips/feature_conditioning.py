@@ -58,7 +58,7 @@ class FeatureConditioning(nn.Module):
 
     def __init__(self, route: Route) -> None:
         super().__init__()
-        self.route, self.enabled, self.passing = route, True, _Passing()
+        self.route, self.enabled, self.passing = route, True, Passing()
         width, condition = route.widths
         self.query = nn.Parameter(torch.zeros(width)) if route.pool == "attention" else None  # 0: starts as the mean
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
@@ -153,18 +153,18 @@ def features_off(model: nn.Module) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- hooks
 
 
-class _Passing:
+class Passing:
     """The change of the current forward, on its way from the tap to the targets; copies and pickles start empty."""
 
     change: Tensor | None = None
     sequence: int | None = None  # autograd's number of the node that made the change
     recomputes_all: bool = False  # the whole model is inside an activation checkpoint
 
-    def __deepcopy__(self, _memo: object) -> _Passing:
-        return _Passing()
+    def __deepcopy__(self, _memo: object) -> Passing:
+        return Passing()
 
-    def __reduce__(self) -> tuple[type[_Passing], tuple[()]]:
-        return _Passing, ()
+    def __reduce__(self) -> tuple[type[Passing], tuple[()]]:
+        return Passing, ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Hooked:
 
 def start_forward(model: nn.Module, _args: Any) -> None:
     """Forward-pre-hook of the model."""
-    passing: _Passing = getattr(model, FEATURES_NAME).passing
+    passing: Passing = getattr(model, FEATURES_NAME).passing
     passing.change, passing.recomputes_all = None, _recomputing()
 
 

@@ -74,7 +74,7 @@ def condition_on_features(
     changes = {"tap": tap or route.tap, "argument": argument or route.argument, "pool": pool, "detach": detach}
     route = replace(route, **changes, token=route.token if token is None else None if token == "all" else token)
     chosen = targets is not None or not candidates
-    route = _measure(model, route, candidates or [route.tap], chosen, example)
+    route = measure_route(model, route, candidates or [route.tap], chosen, example)
     with torch.inference_mode(False):
         conditioning = FeatureConditioning(route)
     attach_features(model, conditioning)
@@ -113,7 +113,7 @@ def _example(model: Any, example: Any) -> Call:
     return (), {"hidden_states": image, "timestep": label, "class_labels": label}
 
 
-def _measure(model: nn.Module, route: Route, names: Sequence[str], chosen: bool, example: Any) -> Route:
+def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: bool, example: Any = None) -> Route:
     """The route with its targets and widths, from one run of the model; `chosen` targets must run after the tap."""
     modules = dict(model.named_modules())
     for key, name in (("tap", route.tap), *(("targets", name) for name in names)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10, iddpm_imagenet64
 from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import require
-from scalelong.runs.settings import Conditioning, FeatureSettings, ModelSettings, RunConfig, dotted
+from scalelong.runs.settings import (
+    Conditioning,
+    DistillationSettings,
+    FeatureSettings,
+    ModelSettings,
+    RunConfig,
+    dotted,
+)
 from scalelong.scaling.registry import ScalingConfig
+from scalelong.skips.feature_conditioning import Route
+from scalelong.skips.feature_routes import measure_route
+from scalelong.training.distillation import attach_head, check_settings, middle_block
 
 UNCONDITIONAL = Conditioning()
 _LEAST = {  # other numbers of these parts must be at least 0
@@ -53,6 +64,9 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
     if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
+    check_settings(config.distillation, size // (world_size * parts))
+    if config.distillation.weight and training.compile != "off":
+        raise ValueError("training.compile: is not supported with distillation.weight; set one of them to off or 0")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
     if condition.kind == "text" and not condition.encoder:
@@ -95,6 +109,8 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
         if config.features.conditioning:
             _condition_on_features(model, config.features)
+        if config.distillation.weight:
+            _add_head(model, config.distillation)
     return model
 
 
@@ -103,6 +119,15 @@ def _condition_on_features(model: nn.Module, settings: FeatureSettings) -> None:
         skips.condition_on_features(model, settings.tap or None, pool=settings.pool, detach=settings.detach)
     except ValueError as error:
         raise ValueError(f"features.{error}") from None
+
+
+def _add_head(model: nn.Module, settings: DistillationSettings) -> None:
+    tap = settings.tap or middle_block(model)
+    try:
+        width = measure_route(model, Route(tap, ()), [tap], chosen=True).widths[0]
+    except ValueError as error:
+        raise ValueError(f"distillation.{error}") from None
+    attach_head(model, replace(settings, tap=tap), width)
 
 
 def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:

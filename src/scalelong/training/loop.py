@@ -40,6 +40,7 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
+from scalelong.training.distillation import Distillation
 from scalelong.training.run import TrainedRun, load_pixels
 from scalelong.training.step import EMA, Guard, Pending, Stepper, Window, describe, learning_rate, sample_indices
 
@@ -80,7 +81,10 @@ class Trainer:
         )
         self.ema = EMA(self.model, training.ema_decay)
         ranks = self.ranks.num_processes
-        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition)
+        settings, process = config.distillation, self.objective.process
+        teaching = (self.model, self.ema.model, process, training.seed)
+        distillation = Distillation(settings, *teaching) if settings.weight else None
+        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
         self.guard = Guard(training.on_nonfinite, training.max_nonfinite)
         self.step, self.seconds, self.window = 0, 0.0, Window()
         self.to_pixels = load_pixels(self.trained(), self.device)

@@ -25,11 +25,19 @@ from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.runs.settings import (
+    Conditioning,
+    DistillationSettings,
+    RunConfig,
+    SamplingSettings,
+    ScalingSettings,
+    from_yaml,
+)
 from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint
 from scalelong.training.condition import Condition
+from scalelong.training.distillation import remove_head
 from scalelong.training.step import DTYPES, autocast
 
 INDEX = "model_index.json"  # diffusers' names, except the next one
@@ -124,6 +132,7 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
     conditioning = Conditioning.from_state(state.get("condition"))
     model = build_model(config, (channels, height, width), conditioning)
     model.load_state_dict(tensors[weights])
+    remove_head(model)  # of the extra loss, which is used in training only
     return config, model, (channels, height, width), step, conditioning, state["data"], weights
 
 
@@ -237,7 +246,8 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     config = from_yaml(folder / CONFIG)
     if exported.folded:
         config = replace(config, scaling=ScalingSettings("none"))
-    model = build_model(config, exported.shape, exported.condition)
+    without_head = replace(config, distillation=DistillationSettings())
+    model = build_model(without_head, exported.shape, exported.condition)
     if exported.folded:
         skips.remove(model, "scaling")  # folded weights have no state of a scaling
     files = sorted((folder / DENOISER).glob(_WEIGHTS))

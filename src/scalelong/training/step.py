@@ -27,6 +27,7 @@ from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.runs.settings import RunConfig
 from scalelong.training.condition import Condition
+from scalelong.training.distillation import Distillation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
@@ -43,9 +44,10 @@ class Stepper:
         device: torch.device,
         world_size: int = 1,
         condition: Condition | None = None,  # None: unconditional
+        distillation: Distillation | None = None,  # an extra loss
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
-        self.model, self.condition = model, condition or Condition(device)
+        self.model, self.condition, self.distillation = model, condition or Condition(device), distillation
         lr, betas, decay = config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=decay, fused=fused)
@@ -72,7 +74,8 @@ class Stepper:
             with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
                 with self.autocast:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
-                self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
+                    extra = self.distillation(batch, condition) if self.distillation else 0.0
+                self.scaler.scale((loss.mean() + extra) / parts).backward()  # type: ignore[no-untyped-call]
             samples.append((loss.detach(), batch.index, t))
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
