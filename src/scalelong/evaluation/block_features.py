@@ -60,7 +60,7 @@ class BlockFeatures:
             except (SafetensorError, OSError) as error:
                 logger.warning("%s: is damaged (%s); computing it again", path, error)
         parts: dict[str, list[Tensor]] = {name: [] for name in blocks}
-        for rows in torch.arange(len(images)).split(self.batch_size):
+        for rows in torch.split(torch.arange(len(images)), self.batch_size):
             for name, value in self.of_batch(images[rows].to(self.device), index[rows], t, blocks).items():
                 parts[name].append(value)
         found = {name: _stored(torch.cat(values)) for name, values in parts.items()}

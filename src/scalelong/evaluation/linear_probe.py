@@ -131,17 +131,17 @@ def linear_probe(
         result = _ddae(probed, train, test, classes, noise, times)
     else:
         result = _select_and_test(probed, train, test, classes, noise, times, images, held_out)
-    floors: dict[str, float] = {}
     if random_network is not None:
         options = {"blocks": names, "levels": wanted, "images": images, "held_out": held_out, "cache": cache}
         given = {"process": process, "condition": condition, "seed": seed, "batch_size": batch_size}
         if call is not None:
             raise ValueError("random_network: cannot be run by `call`; probe it separately")
-        floors["random_network"] = linear_probe(random_network, train, test, **options, **given).accuracy  # type: ignore[arg-type]
+        untrained = linear_probe(random_network, train, test, **options, **given).accuracy  # type: ignore[arg-type]
+        result = replace(result, random_network=untrained)
     if pixels:
         flat = [part[0].flatten(1).to(probed.device) for part in (train, test)]
-        floors["pixels"] = _test(flat[0], train[1], flat[1], test[1], classes)
-    return replace(result, **floors, seconds=time.perf_counter() - started)
+        result = replace(result, pixels=_test(flat[0], train[1], flat[1], test[1], classes))
+    return replace(result, seconds=time.perf_counter() - started)
 
 
 def fit_linear(features: Tensor, labels: Tensor, classes: int, iterations: int = 300) -> tuple[Tensor, Tensor]:
@@ -237,7 +237,7 @@ def _ddae(
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * -(-n // size))
         for epoch in range(epochs):
             order = uniform(probed.seed, f"ddae-order-{epoch}", torch.arange(n)).argsort()
-            for rows in order.split(size):
+            for rows in torch.split(order, size):
                 images = augmented(train[0][rows], probed.seed, epoch * n + rows).to(probed.device)
                 features = probed.of_batch(images, epoch * n + rows, t, probed.blocks)
                 labels = train[1][rows].to(probed.device)

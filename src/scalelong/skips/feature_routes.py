@@ -71,8 +71,9 @@ def condition_on_features(
     route = known or Route("", ())
     if targets is not None:
         route, candidates = replace(route, argument=OUTPUT, token=None), list(targets)
-    changes = {"tap": tap or route.tap, "argument": argument or route.argument, "pool": pool, "detach": detach}
-    route = replace(route, **changes, token=route.token if token is None else None if token == "all" else token)
+    wanted = route.token if token is None else None if token == "all" else token
+    tap, argument = tap or route.tap, argument or route.argument
+    route = replace(route, tap=tap, argument=argument, token=wanted, pool=pool, detach=detach)
     chosen = targets is not None or not candidates
     route = measure_route(model, route, candidates or [route.tap], chosen, example)
     with torch.inference_mode(False):
