@@ -70,7 +70,8 @@ def main() -> None:
     write_csv(rows, out / "runs.csv")
     table = [averaged(rows, method, kind) for method, kind in variants]
     training, model = run.config.training, run.config.model
-    setting = f"{run.config.data.name}, U-ViT {model.dim} x {model.depth}, {training.steps} steps, batch {training.batch_size}"
+    network = f"{run.config.data.name}, U-ViT {model.dim} x {model.depth}"
+    setting = f"{network}, {training.steps} steps, batch {training.batch_size}"
     write_summary(out, [], setting, table=table, published=PUBLISHED)
     draw(maps, setting, out / "heat_maps.png")
     print_table(table)

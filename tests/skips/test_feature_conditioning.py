@@ -12,6 +12,7 @@ import torch
 from diffusers import DiTTransformer2DModel, UNet2DConditionModel, UNet2DModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import scalelong
 from scalelong import UViT, UViTConfig
@@ -298,6 +299,21 @@ def test_compiles(make: Any) -> None:
     assert torch.allclose(found, before, atol=1e-5)
     found.square().mean().backward()
     assert conditioning.gate.grad is not None
+
+
+def test_adds_less_than_a_hundredth_of_the_arithmetic() -> None:
+    """U-ViT-S/2, counted on the meta device; benchmarks/feature_conditioning.py measures the time."""
+    with torch.device("meta"):
+        model = UViT(UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8))
+        inputs = torch.zeros(2, 3, 32, 32), torch.zeros(2)
+    flops = []
+    for conditioned in (False, True):
+        if conditioned:
+            scalelong.condition_on_features(model, pool="attention")
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(*inputs)
+        flops.append(counter.get_total_flops())
+    assert flops[0] < flops[1] < 1.01 * flops[0]
 
 
 def test_tokens_and_taps_of_a_uvit() -> None:
