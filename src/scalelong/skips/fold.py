@@ -74,7 +74,7 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     changes = list(_checked_changes(model, scaling.values, call, tolerance))
     for columns, factor in changes:
         columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
-    remove(model)
+    remove(model, "scaling")
     return list(dict.fromkeys(columns.weight for columns, _ in changes))
 
 
