@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 Protocol = Literal["held-out", "ddae"]
 Labelled = tuple[Tensor, Tensor]  # images (n, C, H, W) in [-1, 1], labels (n,)
 LOWEST, HIGHEST = 0.03, 3.0  # default noise levels lie between these, evenly in their logarithm
+SELECTION_ITERATIONS = 50  # of a fit that only ranks blocks and levels; the final one runs to convergence
 DDAE = {"lr": 1e-3, "epochs": 15, "batch_size": 128}
 
 
@@ -188,10 +189,12 @@ def _standardized(train: Tensor, *others: Tensor) -> list[Tensor]:
     return [(part - mean) / sd for part in (train, *others)]
 
 
-def _test(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, classes: int) -> float:
+def _test(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, classes: int, iterations: int = 300
+) -> float:
     """The accuracy on `test` of a linear layer fitted on `train`."""
     fitted, tested = _standardized(train.float(), test.float())
-    weight, bias = fit_linear(fitted, train_labels.to(fitted.device), classes)
+    weight, bias = fit_linear(fitted, train_labels.to(fitted.device), classes, iterations)
     return float((F.linear(tested, weight, bias).argmax(1) == test_labels.to(tested.device)).float().mean())
 
 
@@ -207,7 +210,8 @@ def _select_and_test(
         found = probed(part[0], order, t)
         for row, name in enumerate(probed.blocks):
             value = found[name]
-            table[row, column] = _test(value[:first], part[1][:first], value[first:], part[1][first:], classes)
+            halves = value[:first], part[1][:first], value[first:], part[1][first:]
+            table[row, column] = _test(*halves, classes, SELECTION_ITERATIONS)
     row, column = divmod(int(table.argmax()), len(times))
     block = probed.blocks[row]
     indices = torch.arange(len(train[0])), torch.arange(len(test[0])) + len(train[0])

@@ -51,7 +51,7 @@ class FeatureConditioning(nn.Module):
     """gate * W norm(pool(h)): (B, T, D) tokens or (B, D, ...) maps -> (B, condition).
 
     >>> route = Route("mid", ("mid",), widths=(8, 4))
-    >>> float(FeatureConditioning(route)(torch.randn(2, 16, 8)).abs().max())
+    >>> float(FeatureConditioning(route)(torch.randn(2, 16, 8)).detach().abs().max())
     0.0
     """
 
