@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LongSkip,
         apply,
         coefficients,
+        condition_on_features,
         find_skips,
         fold,
         remove,
@@ -30,6 +31,7 @@ __version__ = "0.2.0.dev0"
 
 __all__ = ["EMA", "Handle", "LongSkip", "OscillationProbe", "UViT", "UViTConfig", "apply", "coefficients", "find_skips"]
 __all__ += [
+    "condition_on_features",
     "fold",
     "from_pretrained",
     "load",

@@ -68,7 +68,13 @@ def test_training_learns(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"training_accumulate": 2}, {"training_log_every": 5}, {"condition_kind": "class", "condition_drop": 0.3}],
+    [
+        {},
+        {"training_accumulate": 2},
+        {"training_log_every": 5},
+        {"condition_kind": "class", "condition_drop": 0.3},
+        {"features_conditioning": True, "distillation_weight": 0.1},
+    ],
     ids=str,
 )
 def test_resuming_is_bit_identical_to_an_uninterrupted_run(changes, tmp_path) -> None:

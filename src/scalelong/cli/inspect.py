@@ -80,7 +80,7 @@ def _u_shape(opened: Opened, command: Inspect) -> UShape:
     """Scale the model as asked and collect what is drawn."""
     model = opened.model
     if command.method and is_scaled(model):
-        scalelong.remove(model)
+        scalelong.remove(model, "scaling")
     skips = opened.skips()
     shapes = skip_shapes(model, skips, opened.full) if opened.full is not None else [None] * len(skips)
     if command.method:

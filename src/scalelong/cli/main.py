@@ -20,6 +20,7 @@ VERBS = {
     "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
     "report": "show runs in one HTML file",
     "evaluate": "measure a trained run (FID) against its data",
+    "probe": "measure what a run's features say about the classes: linear probes",
     "export": "export the model of a run, with a model card",
     "data": "fetch, check and encode data sets",
     "autoencoder": "train a small autoencoder for latent diffusion",

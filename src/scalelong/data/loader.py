@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scalelong.data.base import DataError, Device, Source, threaded
@@ -252,3 +253,17 @@ def make_loader(
     if source.nbytes <= resident_limit_bytes:
         return DeviceLoader(source, seed, device, flip)
     return StreamLoader(source, seed, device, flip, workers, worker_timeout)
+
+
+def augmented(images: Tensor, seed: int, index: Tensor) -> Tensor:
+    """Random flips and crops of images (B, C, H, W) padded by an eighth, a function of the seed and the index (B,)."""
+    height, width = images.shape[-2:]
+    pad = max(1, width // 8)
+    index = index.to(images.device)
+    flip, down, right = uniform(seed, "augment", index, (3,)).unbind(1)
+    padded = F.pad(images, (pad, pad, pad, pad), mode="reflect")
+    rows = (down * (2 * pad + 1)).long()[:, None] + torch.arange(height, device=images.device)
+    columns = (right * (2 * pad + 1)).long()[:, None] + torch.arange(width, device=images.device)
+    columns = torch.where(flip[:, None] < 0.5, columns.flip(1), columns)
+    number = torch.arange(len(images), device=images.device)[:, None, None]
+    return padded.movedim(1, -1)[number, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()

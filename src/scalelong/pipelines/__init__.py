@@ -33,7 +33,9 @@ from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
 from scalelong.runs import CONFIG, validation
 from scalelong.runs.settings import Conditioning, SamplingPrecision, SamplingSettings, to_yaml
-from scalelong.skips import scaling_of
+from scalelong.skips import is_scaled, scaling_of
+from scalelong.skips.feature_conditioning import conditioning_of, is_conditioned
+from scalelong.skips.feature_conditioning import to_json as features_to_json
 from scalelong.training import TrainedRun
 from scalelong.training.run import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
 
@@ -108,25 +110,26 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, p
     scheduler = _scheduler(run, settings, plain)
     autoencoder = decoder(run.config.data.name, "cpu", run.data)
     parametrization.fold(run.model)
-    needs_us = ""
+    needs_us = "model: is conditioned on its own features" if is_conditioned(run.model) else ""
+    folded = True
     try:
         scalelong.fold(run.model)
     except ValueError as error:  # not exact; the model is unchanged
-        needs_us = str(error)
+        needs_us, folded = str(error), False
     if plain and needs_us:
-        raise ValueError(f"plain: the scaling is not in the weights ({needs_us}); leave plain out")
+        raise ValueError(f"plain: the weights alone are not the model ({needs_us}); leave plain out")
     with atomic_folder(folder) as stage:
         if scheduler is not None:
             scheduler.save_pretrained(stage / "scheduler")
         components = {
             "scheduler": ("diffusers", type(scheduler).__name__) if plain else (None, None),
-            DENOISER: _write_denoiser(run.model, stage / DENOISER, scaled=bool(needs_us)),
+            DENOISER: _write_denoiser(run.model, stage / DENOISER, changed=bool(needs_us)),
             **_write_encoders(run, stage, autoencoder),
         }
         name = "DDPMPipeline" if plain else ["pipeline", "ScaleLongPipeline"]
         options = {} if plain else _options(run, settings, autoencoder)
         index = {"_class_name": name, "_diffusers_version": diffusers.__version__, **components, **options}
-        description = ExportedRun(run.step, run.weights, run.shape, not needs_us, run.data, run.conditioning)
+        description = ExportedRun(run.step, run.weights, run.shape, folded, run.data, run.conditioning)
         (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (stage / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n")
         (stage / CONFIG).write_text(to_yaml(replace(run.config, sampling=settings)))
@@ -157,19 +160,21 @@ def _scheduler(run: TrainedRun, settings: SamplingSettings, plain: bool) -> Any:
     return scheduler
 
 
-def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
+def _write_denoiser(model: Any, folder: Path, changed: bool) -> Component:
     if not isinstance(model, UViT):
         model.save_pretrained(folder)
         name = type(model).__name__
-        if not scaled:
+        if not changed:
             return "diffusers", name
         (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name))
         return "modeling_scaled", f"Scaled{name}"
-    config = scaling_of(model).config if scaled else None
+    config = scaling_of(model).config if is_scaled(model) else None
     scaling = {"method": config.method, "options": dict(config.options)} if config else None
     sizes = asdict(model.config)
     del sizes["checkpointing"]
-    wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, long_skip_scaling=scaling)
+    features = features_to_json(conditioning_of(model)) if is_conditioned(model) else None
+    added = {"long_skip_scaling": scaling, "condition_on_features": features}
+    wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, **added)
     wrapped.uvit.load_state_dict(model.state_dict())
     wrapped.save_pretrained(folder)
     (folder / "modeling_uvit.py").write_text(_uvit_file())

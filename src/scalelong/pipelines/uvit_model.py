@@ -35,17 +35,23 @@ class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         text_tokens: int = 0,
         final_conv: bool = True,
         long_skip_scaling: dict[str, Any] | None = None,  # None: not scaled, or folded into the weights
+        condition_on_features: dict[str, Any] | None = None,  # None: no conditioning on features
     ) -> None:
         super().__init__()
         sizes = {field.name: self.config[field.name] for field in fields(UViTConfig) if field.name in self.config}
         sizes["image_size"] = sample_size
-        if long_skip_scaling is None:
+        if long_skip_scaling is None and condition_on_features is None:
             self.uvit: Any = UViT(UViTConfig(**sizes))
             return
         backbones = importlib.import_module("scalelong.backbones")  # whose UViT `apply` knows
         self.uvit = backbones.UViT(backbones.UViTConfig(**sizes))
-        apply = importlib.import_module("scalelong").apply
-        apply(self.uvit, long_skip_scaling["method"], **long_skip_scaling["options"])
+        if long_skip_scaling is not None:
+            apply = importlib.import_module("scalelong").apply
+            apply(self.uvit, long_skip_scaling["method"], **long_skip_scaling["options"])
+        if condition_on_features is not None:
+            features = importlib.import_module("scalelong.skips.feature_conditioning")
+            conditioning = features.FeatureConditioning(features.Route.from_json(condition_on_features))
+            features.attach_features(self.uvit, conditioning)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,36 @@ def summary(comparison: Comparison, races: Sequence[Race], refused: Sequence[str
     found = [text for _, text in sentences.findings(comparison, races[0] if races else None)]
     parts.append("\n".join([*found, sentences.seeds(comparison), *notes(comparison, refused)]))
     return "\n\n".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The linear probe of a group, of its first seed that has one: rows are blocks, columns noise levels."""
+
+    caption: str
+    levels: list[str]
+    rows: list[tuple[str, list[tuple[str, int]]]]  # block, (accuracy in %, shade in %)
+
+
+def linear_probes(comparison: Comparison) -> list[HeatMap]:
+    """A heat map for each method that was probed; the shades of all are on one scale."""
+    chosen = [(group, next((run for run in group.runs if run.linear_probes), None)) for group in comparison.groups]
+    found = [(group, run.seed, run.linear_probes[-1]) for group, run in chosen if run is not None]
+    values = [value for *_, record in found for row in record["held_out"] for value in row]
+    low, span = min(values, default=0), max(max(values, default=1) - min(values, default=0), 1e-9)
+    maps = []
+    for group, seed, record in found:
+        floors = {"untrained": record.get("random_network"), "pixels": record.get("pixels")}
+        below = "".join(f", {name} {100 * value:.1f}%" for name, value in floors.items() if value is not None)
+        best = f"{record['block']} at noise {record['level']:.2g}"
+        test = f"{100 * record['accuracy']:.1f}% on the test images ({record['protocol']}; {best}{below})"
+        rows = [
+            (block, [(f"{100 * value:.1f}", round(90 * (value - low) / span)) for value in row])
+            for block, row in zip(record["blocks"], record["held_out"], strict=True)
+        ]
+        caption = f"{group.label}, seed {seed}, step {count(record['step'])}: {test}"
+        maps.append(HeatMap(caption, [f"{level:.2g}" for level in record["noise"]], rows))
+    return maps
 
 
 def measures_table(comparison: Comparison) -> Rows:

@@ -16,7 +16,17 @@ import numpy as np
 from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
 from scalelong.runs.events import each_event, read_records
-from scalelong.runs.records import Measurement, Metric, Record, Records, check, is_count, measurement, printable
+from scalelong.runs.records import (
+    Measurement,
+    Metric,
+    Record,
+    Records,
+    check,
+    checked_probe,
+    is_count,
+    measurement,
+    printable,
+)
 from scalelong.runs.settings import RunConfig, ScalingSettings, from_yaml
 
 Column = tuple[list[int], list[float]]  # steps and values
@@ -69,6 +79,7 @@ class Run:
     evaluations: tuple[Measurement, ...] = ()
     validation: Records = field(default_factory=Records)
     validated_on: frozenset[str] = frozenset()  # split and number of images
+    linear_probes: tuple[Record, ...] = ()
 
     @property
     def label(self) -> str:
@@ -179,6 +190,7 @@ def read_run(folder: str | Path) -> Run:
     columns = {"train": Records(), "probe": Records(), "validation": Records()}
     start: list[Record] = []
     evaluations: list[Measurement] = []
+    linear_probes: list[Record] = []
     validated: set[str] = set()
     damaged = 0
     for record in each_event(folder):
@@ -194,12 +206,14 @@ def read_run(folder: str | Path) -> Run:
                 start.append(printable(record))
             elif kind == "evaluation":
                 evaluations.append(measurement(printable(record), config.sampling))
+            elif kind == "linear_probe":
+                linear_probes.append(checked_probe(printable(record)))
         except (KeyError, TypeError, ValueError):
             damaged += 1
     if not columns["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     finite = tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value))
-    given = (damaged, tuple(start), finite, columns["validation"], frozenset(validated))
+    given = (damaged, tuple(start), finite, columns["validation"], frozenset(validated), tuple(linear_probes))
     return Run(folder, config, columns["train"], columns["probe"], *given)
 
 

@@ -117,6 +117,17 @@ def measurement(record: Record, run: SamplingSettings) -> Measurement:
     return Measurement(record["step"], math.nan if value is None else float(value), metric, record.get("sample_seed"))
 
 
+def checked_probe(record: Record) -> Record:
+    """A record of `scalelong probe`, checked: accuracies of blocks (rows) at noise levels (columns)."""
+    rows, levels = record["held_out"], record["noise"]
+    check(all(isinstance(block, str) for block in record["blocks"]), len(rows) == len(record["blocks"]) > 0)
+    check(record["block"] in record["blocks"], record["level"] in levels, isinstance(record["protocol"], str))
+    numbers = [*levels, *(value for row in rows for value in row), record["accuracy"], record["n_held_out"]]
+    floors = [record[key] for key in ("random_network", "pixels") if record.get(key) is not None]
+    check(all(len(row) == len(levels) for row in rows), *map(is_number, [*numbers, *floors]))
+    return record
+
+
 def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     """How the images were sampled: recorded under "sampling", or by older versions as flat keys.
 

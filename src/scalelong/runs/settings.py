@@ -100,6 +100,28 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class FeatureSettings:
+    """Conditioning of later blocks on the network's own features, inspired by DDAE++."""
+
+    conditioning: bool = False
+    tap: str = ""  # the module whose output is pooled; default: the middle block
+    pool: Literal["mean", "attention"] = "mean"
+    detach: bool = False  # no gradient from the condition into the tap
+
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    """Contrastive self-distillation from the averaged weights, an extra loss; inspired by DDAE++."""
+
+    weight: float = 0.0  # of the extra loss; 0: off
+    form: Literal["infonce", "negative_free"] = "infonce"
+    temperature: float = 0.2  # infonce
+    t_range: tuple[float, float] = (0.0, 0.5)  # of the teacher's times, as quantiles of the training times
+    dim: int = 128  # of the projected features
+    tap: str = ""  # the module whose output is pooled; default: the middle block
+
+
+@dataclass(frozen=True)
 class ConditionSettings:
     """What the network is conditioned on."""
 
@@ -219,6 +241,8 @@ class RunConfig:
     data: DataSettings = field(default_factory=DataSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    features: FeatureSettings = field(default_factory=FeatureSettings)
+    distillation: DistillationSettings = field(default_factory=DistillationSettings)
     condition: ConditionSettings = field(default_factory=ConditionSettings)
     diffusion: DiffusionSettings = field(default_factory=DiffusionSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -2,6 +2,8 @@
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, remove
 from scalelong.skips.families import known_families
+from scalelong.skips.feature_conditioning import FeatureConditioning
+from scalelong.skips.feature_routes import condition_on_features
 from scalelong.skips.fold import fold
 from scalelong.skips.hooks import is_scaled, scaling_of
 from scalelong.skips.long_skip import LongSkip, skip_table
@@ -10,12 +12,14 @@ from scalelong.skips.tracing.nesting import NoLongSkipsError
 from scalelong.skips.tracing.verify import VerificationError, verify
 
 __all__ = [
+    "FeatureConditioning",
     "Handle",
     "LongSkip",
     "NoLongSkipsError",
     "VerificationError",
     "apply",
     "coefficients",
+    "condition_on_features",
     "find_skips",
     "fold",
     "from_pretrained",

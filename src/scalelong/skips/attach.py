@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,7 +18,8 @@ from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
 from scalelong.skips.example import as_call, independent_copy, is_meta, merge_example, unchanged_on_error
 from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
-from scalelong.skips.hooks import CONFIG_KEY, is_scaled, scaling_of, stored_scaling
+from scalelong.skips.feature_conditioning import detach_features, features_off, is_conditioned
+from scalelong.skips.hooks import is_scaled, scaling_of, stored_scaling, write_config
 from scalelong.skips.long_skip import Call, Fused, LongSkip, Named, as_nests, skip_table
 from scalelong.skips.tracing.hook_points import after_norm, choose, detect, detect_all, holding_both
 from scalelong.skips.tracing.verify import measure_reach
@@ -53,7 +53,7 @@ class Handle:
         return self.scaling.current()
 
     def remove(self) -> None:
-        remove(self.model)
+        remove(self.model, "scaling")
 
     @property
     def note(self) -> str:
@@ -122,21 +122,22 @@ def apply(
         raise unknown_name("placement", placement, ("before", "after_norm"))
     if placement == "after_norm" and not METHODS[method].constant:
         raise ValueError(f"placement: 'after_norm' is for constant methods, got {method!r}; use placement='before'")
-    found, detected = _find(model, call, as_nests(skips) if skips is not None else [])
-    if placement == "after_norm":
-        found = after_norm(model, found, call or generated_example(model))
-    if METHODS[method].needs == "operands":
-        found = _with_operands(model, found, call)
-    branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
-    with torch.inference_mode(False):  # gates created in inference mode could not be trained
-        scaling = config.build([skip.size for skip in found], len(branches))
-        _match(scaling, model)
-    if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in found):
-        traced = detect_all(model, found, call or generated_example(model))
-        found = [holding_both(traced.trace, *each, method) for each in zip(traced.paths, found, strict=True)]
-    hooks.attach(model, found, scaling, branches)
-    if verify and call is not None and (detected or placement != "before") and not is_meta(model):
-        check_hooks(model, example=call)
+    with features_off(model):
+        found, detected = _find(model, call, as_nests(skips) if skips is not None else [])
+        if placement == "after_norm":
+            found = after_norm(model, found, call or generated_example(model))
+        if METHODS[method].needs == "operands":
+            found = _with_operands(model, found, call)
+        branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
+        with torch.inference_mode(False):  # gates created in inference mode could not be trained
+            scaling = config.build([skip.size for skip in found], len(branches))
+            hooks.match(scaling, model)
+        if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in found):
+            traced = detect_all(model, found, call or generated_example(model))
+            found = [holding_both(traced.trace, *each, method) for each in zip(traced.paths, found, strict=True)]
+        hooks.attach(model, found, scaling, branches)
+        if verify and call is not None and (detected or placement != "before") and not is_meta(model):
+            check_hooks(model, example=call)
     hooks.reset_compiled()
     write_config(model, stored_scaling(model))
     _patch_third_parties(model)
@@ -171,17 +172,24 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
     >>> [(skip.index, skip.used_in) for skip in find_skips(UNet1DModel())]
     [(1, 'up_blocks.2.resnets.0'), (2, 'up_blocks.1.resnets.0'), (3, 'up_blocks.0.resnets.0')]
     """
-    return _find(model, merge_example(example, args, kwargs))[0]
+    with features_off(model):
+        return _find(model, merge_example(example, args, kwargs))[0]
 
 
 @unchanged_on_error
-def remove(model: nn.Module) -> None:
-    """Undo `apply`: the model, its state dict and its config are as before.
+def remove(model: nn.Module, what: Literal["scaling", "features"] | None = None) -> None:
+    """Undo `apply` and `condition_on_features`, or one of them: the model, its state dict and its config are as before.
 
     >>> from diffusers import UNet1DModel
     >>> handle = apply(UNet1DModel(), "ls")
     >>> remove(handle.model)
     """
+    if what not in (None, "scaling", "features"):
+        raise unknown_name("what", what, ("scaling", "features"))
+    if what == "features" or (what is None and is_conditioned(model)):
+        detach_features(model)
+        if what == "features" or not is_scaled(model):
+            return
     scaling_of(model)
     hooks.detach(model)
     hooks.reset_compiled()
@@ -223,16 +231,6 @@ def _find(
     return [replace(skip, reach=reach) for skip, reach in zip(found, reaches, strict=True)], skips is None
 
 
-def _match(scaling: Scaling, model: nn.Module) -> None:
-    """Move the scaling to the mode of the model, and to the device and dtype of most of its weights."""
-    scaling.train(model.training)
-    weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for parameter in (p for p in model.parameters() if p.is_floating_point()):
-        weights[parameter.device, parameter.dtype] += parameter.numel()
-    for (device, dtype), _ in weights.most_common(1):
-        scaling.to(device=device, dtype=dtype)
-
-
 def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
     """Fill in the width of what each skip is joined with, and its decoder stage."""
     if all(skip.size.main is not None for skip in skips):
@@ -251,14 +249,3 @@ def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list
         return [*detect_all(model, skips, call).operand_shapes()]
     except NoLongSkipsError:
         return [None] * len(skips)
-
-
-def write_config(model: Any, stored: dict[str, Any] | None) -> None:
-    """Write the scaling to a diffusers model's config, which `save_pretrained` stores; None removes it."""
-    if not hasattr(model, "register_to_config"):
-        return
-    if stored is not None:
-        model.register_to_config(**{CONFIG_KEY: stored})
-    else:
-        entries = model._internal_dict
-        model._internal_dict = type(entries)({key: value for key, value in entries.items() if key != CONFIG_KEY})

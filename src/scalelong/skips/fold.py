@@ -78,7 +78,7 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
     try:
         for columns, factor in changes:
             columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
-        remove(model)
+        remove(model, "scaling")
         return names
     except BaseException:
         before.restore()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -214,6 +215,27 @@ def reset_compiled() -> None:
     """Drop compiled code, which ignores hooks that are added later; the next call compiles anew."""
     if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
         torch.compiler.reset()
+
+
+def match(added: nn.Module, model: nn.Module) -> None:
+    """Move an added module to the mode of the model, and to the device and dtype of most of its weights."""
+    added.train(model.training)
+    weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for parameter in (p for p in model.parameters() if p.is_floating_point()):
+        weights[parameter.device, parameter.dtype] += parameter.numel()
+    for (device, dtype), _ in weights.most_common(1):
+        added.to(device=device, dtype=dtype)
+
+
+def write_config(model: Any, stored: dict[str, Any] | None, key: str = CONFIG_KEY) -> None:
+    """Write an entry to a diffusers model's config, which `save_pretrained` stores; None removes it."""
+    if not hasattr(model, "register_to_config"):
+        return
+    if stored is not None:
+        model.register_to_config(**{key: stored})
+    else:
+        entries = model._internal_dict
+        model._internal_dict = type(entries)({name: value for name, value in entries.items() if name != key})
 
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:

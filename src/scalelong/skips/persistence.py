@@ -16,14 +16,24 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from scalelong.errors import CheckpointError, short
+from scalelong.errors import CheckpointError, did_you_mean, short
 from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips, write_config
+from scalelong.skips.attach import apply, find_skips
 from scalelong.skips.example import Snapshot, unchanged_on_error
 from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of, stored_scaling
+from scalelong.skips.feature_conditioning import (
+    FEATURES_KEY,
+    FEATURES_NAME,
+    FeatureConditioning,
+    Route,
+    attach_features,
+    conditioning_of,
+    is_conditioned,
+)
+from scalelong.skips.feature_conditioning import to_json as features_to_json
+from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of, stored_scaling, write_config
 from scalelong.skips.patches import plain_loading
 
 WEIGHTS_NAME = "model.safetensors"
@@ -35,13 +45,16 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the weights, including gates, as safetensors, and the scaling and both hashes as JSON, each file atomically.
+    """Write the weights, including gates, as safetensors; scaling, conditioning on features and hashes as JSON; atomically.
 
     >>> from diffusers import UNet1DModel
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    stored, folder = stored_scaling(model), Path(folder)
+    conditioned, folder = is_conditioned(model), Path(folder)
+    stored = stored_scaling(model) if is_scaled(model) or not conditioned else {}
+    if conditioned:
+        stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     hashes = {WEIGHTS_NAME: file_digest(folder / WEIGHTS_NAME), SCALING_NAME: _digest(stored)}
@@ -59,7 +72,7 @@ def _digest(stored: Mapping[str, Any]) -> str:
 def load(
     model: Model, folder: str | Path, example: Any = None, prepare: Callable[[Model, Path], None] | None = None
 ) -> Model:
-    """Load a folder written by `save` into `model`, applying the saved scaling if the model has none.
+    """Load a folder written by `save` into `model`, applying what was saved (scaling, conditioning) if the model has none.
 
     Files whose hash differs are refused. On any error the model is as before, weights included.
     example: as for `apply`, for classes that are not known; prepare: called with the scaled model and the file of weights.
@@ -75,7 +88,7 @@ def load(
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
     stored, weights = read_json(folder, SCALING_NAME), folder / WEIGHTS_NAME
     _check_hashes(stored, folder)
-    _scale_as(model, stored, folder / SCALING_NAME, example)
+    _restore_as(model, stored, folder / SCALING_NAME, example)
     before = Snapshot(model)
     try:
         with naming_damage(weights):
@@ -118,19 +131,26 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     if (source / "model_index.json").is_file():
         return cls.from_pretrained(source, **options)  # type: ignore[attr-defined, no-any-return]
     path = source / "config.json"
-    stored = read_json(source, "config.json").get(CONFIG_KEY)
-    if stored is None:
+    config = read_json(source, "config.json")
+    stored = {**(config.get(CONFIG_KEY) or {})}
+    if config.get(FEATURES_KEY) is not None:
+        stored[FEATURES_KEY] = config[FEATURES_KEY]
+    if not stored:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
     with quiet_diffusers(), plain_loading():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    write_config(model, None)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    gates = read_tensors(source, options.get("variant"), f"{root_name(model)}.")
-    _scale_as(model, stored, path, example)
-    if missing := scaling_of(model).state_dict().keys() - gates.keys():
-        lacking = f"its safetensors contain no {root_name(model)}.{min(missing)} for {scaling_of(model).config}"
-        raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
-    scaling_of(model).load_state_dict(gates)
+    for key in (CONFIG_KEY, FEATURES_KEY):
+        write_config(model, None, key)  # some versions of diffusers keep unknown entries; `apply` writes its own
+    _restore_as(model, stored, path, example)
+    for name in (root_name(model), FEATURES_NAME):
+        module = model._modules.get(name)
+        tensors = read_tensors(source, options.get("variant"), f"{name}.") if module is not None else {}
+        if module is not None and (missing := module.state_dict().keys() - tensors.keys()):
+            lacking = f"its safetensors contain no {name}.{min(missing)} for {getattr(module, 'config', name)}"
+            raise ValueError(f"{source}: {lacking}; write the folder with save_pretrained of the scaled model")
+        if module is not None:
+            module.load_state_dict(tensors)
     return model
 
 
@@ -154,6 +174,36 @@ def quiet_diffusers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _restore_as(model: nn.Module, stored: Any, where: Path, example: Any = None) -> None:
+    """Apply the stored scaling and conditioning where the model has none; refuse others."""
+    features = stored.get(FEATURES_KEY) if isinstance(stored, Mapping) else None
+    if features is not None:
+        _condition_as(model, features, where)
+    elif is_conditioned(model):
+        raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
+    if features is None or stored.keys() - {FEATURES_KEY, HASHES}:
+        _scale_as(model, stored, where, example)
+
+
+def _condition_as(model: nn.Module, stored: dict[str, Any], where: Path) -> None:
+    try:
+        route = Route.from_json(stored)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{where}: {FEATURES_KEY} is damaged ({error}); save the model again") from None
+    if is_conditioned(model):
+        if conditioning_of(model).route != route:
+            both = f"the model has {conditioning_of(model).route}, the saved one is {route}"
+            raise ValueError(f"{FEATURES_KEY}: {both}; call scalelong.remove(model, 'features') first")
+        return
+    modules = dict(model.named_modules())
+    for name in (route.tap, *route.targets):
+        if name not in modules:
+            raise ValueError(
+                f"{where}: the model has no module {name!r}; {did_you_mean(name, modules)}build it as it was"
+            )
+    attach_features(model, FeatureConditioning(route))
 
 
 def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> None:

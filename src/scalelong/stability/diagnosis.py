@@ -19,7 +19,7 @@ SPIKES = 5.0  # times the median gradient norm
 class Sentence:
     """A statement, its subject and the number it rests on."""
 
-    about: str  # course, features, gradients, steps, try
+    about: str  # course, features, gradients, steps, semantics, try
     text: str
     number: float
     alarming: bool = False
@@ -43,7 +43,7 @@ def diagnose(folder: str | Path) -> list[Sentence]:
     if run.folder.is_file():
         found = [*(_course(run) if run.column("train", "loss")[0] else []), *_features(run), *_block_gradients(run)]
         return found + _advice_elsewhere(found, run.config)
-    found = [*_course(run), *_features(run), *_gradients(run), *_steps(run)]
+    found = [*_course(run), *_features(run), *_gradients(run), *_steps(run), *_semantics(run)]
     return found + _advice(found, run.config)
 
 
@@ -118,6 +118,31 @@ def _steps(run: Run) -> list[Sentence]:
     skipped = int(max(run.column("train", "skipped")[1], default=0))
     text = f"{skipped} of {run.last_step} steps were skipped because their loss or gradient was not finite."
     return [Sentence("steps", text, skipped, skipped > 0)]
+
+
+def _semantics(run: Run) -> list[Sentence]:
+    """How probe accuracy changes with the noise: unimodal while a network generalises, falling once it memorises."""
+    if not run.linear_probes:
+        return []
+    record = run.linear_probes[-1]
+    levels, row = record["noise"], record["held_out"][record["blocks"].index(record["block"])]
+    error = math.sqrt(max(row) * (1 - max(row)) / max(1, record["n_held_out"]))
+    best, first = row.index(max(row)), row[0]
+    gain = row[best] - first
+    shape = f"peaks at noise {levels[best]:.2g}, {100 * gain:.1f} points above noise {levels[0]:.2g}"
+    if best == 0 or gain <= 0:
+        verdict, alarming = "is monotone: it falls from the lowest noise on, as in networks that memorise", True
+    elif gain <= error:
+        verdict, alarming = (
+            f"{shape}, which is within the error of {100 * error:.1f}: unimodal or monotone, undecided",
+            False,
+        )
+    elif best == len(row) - 1:
+        verdict, alarming = f"rises up to the highest noise measured, {levels[best]:.2g}; probe higher levels", False
+    else:
+        verdict, alarming = f"is unimodal: it {shape}, as in networks that generalise", False
+    text = f"Linear-probe accuracy of {record['block']} over noise {verdict} ({len(levels)} levels)."
+    return [Sentence("semantics", text, gain, alarming)]
 
 
 def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:

@@ -16,8 +16,19 @@ from scalelong.data import Shape, Source, load_source
 from scalelong.diffusion import Objective, get_process, resolve_sampling
 from scalelong.errors import SettingError, require, require_memory
 from scalelong.parametrization import parametrize
-from scalelong.runs.settings import Conditioning, ModelSettings, MupSettings, RunConfig, check_settings
+from scalelong.runs.settings import (
+    Conditioning,
+    DistillationSettings,
+    FeatureSettings,
+    ModelSettings,
+    MupSettings,
+    RunConfig,
+    check_settings,
+)
 from scalelong.scaling.registry import METHODS, ScalingConfig
+from scalelong.skips.feature_conditioning import Route
+from scalelong.skips.feature_routes import measure_route
+from scalelong.training.distillation import attach_head, check_distillation, middle_block
 
 UNCONDITIONAL = Conditioning()
 GROUPS = 32  # of the UNets' group norms
@@ -52,6 +63,9 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
     if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
+    check_distillation(config.distillation, size // (world_size * parts))
+    if config.distillation.weight and training.compile != "off":
+        raise ValueError("training.compile: is not supported with distillation.weight; set one of them to off or 0")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
     if condition.kind == "text" and not condition.encoder:
@@ -124,6 +138,10 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
     with seeded(config.training.seed):
         model = build(config.model, shape, conditioning)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
+        if config.features.conditioning:
+            _condition_on_features(model, config.features)
+        if config.distillation.weight:
+            _add_head(model, config.distillation)
     if config.mup.base_width:
         with torch.device("meta"):
             base = build_model(replace(config, model=at_width(config.model, config.mup.base_width), mup=MupSettings()),
@@ -143,6 +161,22 @@ def at_width(settings: ModelSettings, width: int, key: str = "mup.base_width") -
     whole = all(channels * width % first == 0 for channels in settings.channels)
     require(whole and width % 32 == 0, key, f"a multiple of 32 that scales channels {settings.channels} evenly", width)
     return replace(settings, channels=tuple(channels * width // first for channels in settings.channels))
+
+
+def _condition_on_features(model: nn.Module, settings: FeatureSettings) -> None:
+    try:
+        skips.condition_on_features(model, settings.tap or None, pool=settings.pool, detach=settings.detach)
+    except ValueError as error:
+        raise ValueError(f"features.{error}") from None
+
+
+def _add_head(model: nn.Module, settings: DistillationSettings) -> None:
+    tap = settings.tap or middle_block(model)
+    try:
+        width = measure_route(model, Route(tap, ()), [tap], chosen=True).widths[0]
+    except ValueError as error:
+        raise ValueError(f"distillation.{error}") from None
+    attach_head(model, replace(settings, tap=tap), width)
 
 
 def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:

@@ -44,6 +44,7 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
+from scalelong.training.distillation import Distillation
 from scalelong.training.guard import Guard, NonFiniteError
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
@@ -94,7 +95,10 @@ class Trainer:
         self.loader = make_loader(self.source, training.seed, self.device, *reading)
         self.ema = EMA(self.model, training.ema_decay)
         ranks = self.ranks.num_processes
-        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition)
+        settings, process = config.distillation, self.objective.process
+        teaching = (self.model, self.ema.model, process, training.seed)
+        distillation = Distillation(settings, *teaching) if settings.weight else None
+        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
         self.guard = Guard(training)
         self.step, self.seconds, self.window = 0, 0.0, Window()
         self.to_pixels = load_pixels(self.trained(), self.device)

@@ -27,7 +27,15 @@ from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, rea
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
 from scalelong.runs.reader import checkpoints, read_config
-from scalelong.runs.settings import Conditioning, MupSettings, RunConfig, SamplingSettings, ScalingSettings, from_yaml
+from scalelong.runs.settings import (
+    Conditioning,
+    DistillationSettings,
+    MupSettings,
+    RunConfig,
+    SamplingSettings,
+    ScalingSettings,
+    from_yaml,
+)
 from scalelong.runs.validation import short_lines
 from scalelong.scaling.baselines import TunedScaling
 from scalelong.skips.hooks import replace_scaling, scaling_of
@@ -35,6 +43,7 @@ from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.checkpoint import CheckpointError, load_checkpoint, load_newest
 from scalelong.training.condition import Condition
+from scalelong.training.distillation import remove_head
 from scalelong.training.step import DTYPES, autocast
 
 logger = logging.getLogger(__name__)
@@ -135,6 +144,7 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         model.load_state_dict(tensors[weights])
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
+    remove_head(model)  # of the extra loss, which is used in training only
     require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
     return config, model, shape, state["step"], conditioning, str(state.get("data", "")), weights
 
@@ -285,9 +295,10 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     config = replace(from_yaml(inside(folder, CONFIG)), mup=MupSettings())  # export folds the multipliers of muP
     if exported.folded:
         config = replace(config, scaling=ScalingSettings("none"))
-    model = build_model(config, exported.shape, exported.condition)
+    without_head = replace(config, distillation=DistillationSettings())
+    model = build_model(without_head, exported.shape, exported.condition)
     if exported.folded:
-        skips.remove(model)  # folded weights have no state of a scaling
+        skips.remove(model, "scaling")  # folded weights have no state of a scaling
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")

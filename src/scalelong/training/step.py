@@ -30,6 +30,7 @@ from scalelong.parametrization import param_groups
 from scalelong.runs.settings import OptimizerSettings, RunConfig
 from scalelong.skips.hooks import scaling_of
 from scalelong.training.condition import Condition
+from scalelong.training.distillation import Distillation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
@@ -46,9 +47,10 @@ class Stepper:
         device: torch.device,
         world_size: int = 1,
         condition: Condition | None = None,  # None: unconditional
+        distillation: Distillation | None = None,  # an extra loss
     ) -> None:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
-        self.model, self.condition = model, condition or Condition(device)
+        self.model, self.condition, self.distillation = model, condition or Condition(device), distillation
         self.scaling = scaling_of(model)
         self.optimizers = make_optimizers(config.optimizer, model, device)
         self.dtype = resolve_precision(config, device)
@@ -80,7 +82,8 @@ class Stepper:
             with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
                 with self.autocast:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
-                self.scaler.scale(loss.mean() / parts).backward()  # type: ignore[no-untyped-call]
+                    extra = self.distillation(batch, condition) if self.distillation else 0.0
+                self.scaler.scale((loss.mean() + extra) / parts).backward()  # type: ignore[no-untyped-call]
             samples.append((loss.detach(), batch.index, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)

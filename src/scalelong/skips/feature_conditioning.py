@@ -1,0 +1,270 @@
+"""Condition later blocks of a denoiser on its own pooled features: c' = c + gate * W norm(pool(h)).
+
+Inspired by DDAE++ (arXiv 2505.10999), whose public text says no more than that intermediate features are aggregated and
+rerouted to guide later layers: this is a reconstruction. The gate starts at 0, so the model starts as it was.
+
+`feature_routes.py` finds the route in a model. Hooks are module-level functions and their data an attribute of the hooked
+module, as for a scaling (`long_skip.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from scalelong.errors import unknown_name
+from scalelong.skips import hooks
+from scalelong.skips.long_skip import Argument, Call
+
+Pool = Literal["mean", "attention"]
+FEATURES_NAME = "feature_conditioning"  # attribute of the model, and prefix in its state dict
+FEATURES_KEY = "condition_on_features"  # key in a diffusers config.json and next to saved weights
+OUTPUT = "output"
+_HOOK = "_scalelong_features"  # attribute of a hooked module
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where features are taken and where they are added; stored next to the weights."""
+
+    tap: str  # the module whose output is pooled
+    targets: tuple[str, ...]  # the modules whose condition is changed
+    argument: str = OUTPUT  # the condition: this argument of a target's call, or its output
+    token: int | None = None  # of a condition (B, T, D): this token; None: all
+    first: int = 0  # tokens of the tap before this one are not pooled
+    pool: Pool = "mean"
+    detach: bool = False  # no gradient from the condition into the tap
+    widths: tuple[int, int] = (0, 0)  # channels of the tap and of the condition
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Route:
+        return cls(**{**stored, "targets": tuple(stored["targets"]), "widths": tuple(stored["widths"])})
+
+
+class FeatureConditioning(nn.Module):
+    """gate * W norm(pool(h)): (B, T, D) tokens or (B, D, ...) maps -> (B, condition).
+
+    >>> route = Route("mid", ("mid",), widths=(8, 4))
+    >>> float(FeatureConditioning(route)(torch.randn(2, 16, 8)).detach().abs().max())
+    0.0
+    """
+
+    def __init__(self, route: Route) -> None:
+        super().__init__()
+        self.route, self.enabled, self.passing = route, True, Passing()
+        width, condition = route.widths
+        self.query = nn.Parameter(torch.zeros(width)) if route.pool == "attention" else None  # 0: starts as the mean
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.proj = nn.Linear(width, condition, bias=False)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        tokens = as_tokens(features.detach() if self.route.detach else features)[:, self.route.first :]
+        if self.query is None:
+            pooled = tokens.mean(dim=1)
+        else:
+            scores = tokens @ self.query.to(tokens.dtype) / tokens.shape[-1] ** 0.5
+            pooled = (scores.softmax(dim=1)[..., None].to(tokens.dtype) * tokens).sum(dim=1)
+        change: Tensor = self.gate * self.proj(self.norm(pooled.to(self.proj.weight.dtype)))
+        return change
+
+    def extra_repr(self) -> str:
+        return f"{self.route.tap} -> {', '.join(self.route.targets)}, pool={self.route.pool}"
+
+
+def attach_features(model: nn.Module, conditioning: FeatureConditioning) -> None:
+    """Hook the tap and the targets, and register the conditioning on the model."""
+    hooks.match(conditioning, model)
+    route = conditioning.route
+    points = {name: _Hooked(conditioning) for name in (route.tap, *route.targets)}
+    points[route.tap] = replace(points[route.tap], tap=True)
+    for name in route.targets:
+        slot = None if route.argument == OUTPUT else find_argument(model.get_submodule(name), name, route.argument)
+        points[name] = replace(points[name], output=slot is None, argument=slot)
+    for name, point in points.items():
+        module = model.get_submodule(name)
+        object.__setattr__(module, _HOOK, point)
+        if point.argument is not None:
+            module.register_forward_pre_hook(change_argument, with_kwargs=True)
+        if point.tap or point.output:
+            module.register_forward_hook(tap_or_change_output)
+    if route.targets != (route.tap,):
+        model.register_forward_pre_hook(start_forward)
+        model.register_forward_hook(end_forward)
+    model.add_module(FEATURES_NAME, conditioning)
+    hooks.reset_compiled()
+    hooks.write_config(model, to_json(conditioning), FEATURES_KEY)
+
+
+def detach_features(model: nn.Module) -> None:
+    """The inverse of `attach_features`."""
+    conditioning_of(model)
+    functions = (change_argument, tap_or_change_output, start_forward, end_forward)
+    for module in [part for part in model.modules() if part is model or _HOOK in vars(part)]:
+        vars(module).pop(_HOOK, None)
+        for function in functions:
+            for key in hooks.drop_hook(module._forward_pre_hooks, function):
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+            hooks.drop_hook(module._forward_hooks, function)
+    delattr(model, FEATURES_NAME)
+    hooks.reset_compiled()
+    hooks.write_config(model, None, FEATURES_KEY)
+
+
+def is_conditioned(model: nn.Module) -> bool:
+    return isinstance(model._modules.get(FEATURES_NAME), FeatureConditioning)
+
+
+def conditioning_of(model: nn.Module) -> FeatureConditioning:
+    """The conditioning of a model; ValueError if it has none."""
+    found = model._modules.get(FEATURES_NAME)
+    if not isinstance(found, FeatureConditioning):
+        name = type(model).__name__
+        raise ValueError(f"model: this {name} is not conditioned; call scalelong.condition_on_features(model) first")
+    return found
+
+
+def to_json(conditioning: FeatureConditioning) -> dict[str, Any]:
+    route = conditioning.route
+    return {**asdict(route), "targets": list(route.targets), "widths": list(route.widths)}
+
+
+@contextmanager
+def features_off(model: nn.Module) -> Iterator[None]:
+    """Run without the conditioning inside the block: what is traced is the plain model."""
+    conditioning = getattr(model, "_modules", {}).get(FEATURES_NAME)
+    if not isinstance(conditioning, FeatureConditioning):
+        yield
+        return
+    conditioning.enabled = False
+    try:
+        yield
+    finally:
+        conditioning.enabled = True
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+class Passing:
+    """The change of the current forward, on its way from the tap to the targets; copies and pickles start empty."""
+
+    change: Tensor | None = None
+    sequence: int | None = None  # autograd's number of the node that made the change
+    recomputes_all: bool = False  # the whole model is inside an activation checkpoint
+
+    def __deepcopy__(self, _memo: object) -> Passing:
+        return Passing()
+
+    def __reduce__(self) -> tuple[type[Passing], tuple[()]]:
+        return Passing, ()
+
+
+@dataclass(frozen=True)
+class _Hooked:
+    conditioning: FeatureConditioning
+    tap: bool = False
+    output: bool = False
+    argument: Argument | None = None
+
+
+def start_forward(model: nn.Module, _args: Any) -> None:
+    """Forward-pre-hook of the model."""
+    passing: Passing = getattr(model, FEATURES_NAME).passing
+    passing.change, passing.recomputes_all = None, _recomputing()
+
+
+def end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
+    """Forward hook of the model. Eager activation checkpoints read the change again in the backward pass."""
+    if torch.compiler.is_compiling():
+        getattr(model, FEATURES_NAME).passing.change = None
+
+
+def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
+    here: _Hooked = getattr(module, _HOOK)
+    conditioning = here.conditioning
+    if not conditioning.enabled:
+        return output
+    change = None
+    if here.tap:
+        change = conditioning(_first_tensor(output))
+        passing = conditioning.passing
+        if not here.output and (passing.recomputes_all or not _recomputing()):
+            passing.change = change
+            if not torch.compiler.is_compiling():
+                passing.sequence = change.grad_fn._sequence_nr() if change.grad_fn is not None else None
+    if not here.output:
+        return output
+    change = _received(conditioning, module) if change is None else change
+    if isinstance(output, Tensor):
+        return _add(output, change, conditioning.route.token)
+    first = _add(_first_tensor(output), change, conditioning.route.token)
+    return type(output)([first, *output[1:]])
+
+
+def change_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    here: _Hooked = getattr(module, _HOOK)
+    assert here.argument is not None
+    condition = here.argument.get((args, kwargs))
+    if not here.conditioning.enabled or condition is None:
+        return None
+    change = _received(here.conditioning, module)
+    return here.argument.put((args, kwargs), _add(condition, change, here.conditioning.route.token))
+
+
+def _received(conditioning: FeatureConditioning, module: nn.Module) -> Tensor:
+    """The change that the tap has passed on in this forward, also where a checkpoint recomputes a target."""
+    passing, tap = conditioning.passing, conditioning.route.tap
+    if passing.change is None:
+        raise RuntimeError(f"tap: {tap} has not run before {type(module).__name__}, which it conditions")
+    if torch.compiler.is_compiling() or passing.recomputes_all or not _recomputing():
+        return passing.change
+    if passing.sequence is None and conditioning.gate.requires_grad:
+        cut = "activation checkpointing with use_reentrant=True cuts the gradient of the features"
+        raise RuntimeError(f"feature_conditioning: {cut}; use use_reentrant=False")
+    if passing.sequence is not None and torch._C._current_autograd_node()._sequence_nr() < passing.sequence:
+        twice = "with activation checkpointing, another forward ran between a forward and its backward"
+        raise RuntimeError(f"feature_conditioning: {twice}; call backward after each forward")
+    return passing.change
+
+
+def _recomputing() -> bool:
+    """True inside a backward pass: an activation checkpoint runs a block again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _first_tensor(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+def as_tokens(features: Tensor) -> Tensor:
+    """(B, D), (B, T, D) or (B, D, ...) -> (B, T, D)."""
+    if features.ndim == 2:
+        return features[:, None]
+    return features if features.ndim == 3 else features.flatten(2).transpose(1, 2)
+
+
+def _add(condition: Tensor, change: Tensor, token: int | None) -> Tensor:
+    change = change.to(condition.dtype)
+    if condition.ndim == 2:
+        return condition + change
+    if condition.ndim > 3:
+        return condition + change.reshape(*change.shape, *[1] * (condition.ndim - 2))
+    if token is None:
+        return condition + change[:, None]
+    before, one, after = condition.tensor_split([token, token + 1], dim=1)
+    return torch.cat([before, one + change[:, None], after], dim=1)
+
+
+def find_argument(module: nn.Module, name: str, argument: str) -> Argument:
+    parameters = list(inspect.signature(module.forward).parameters)
+    if argument not in parameters:
+        raise unknown_name(f"argument of {name}", argument, [*parameters, OUTPUT])
+    return Argument(parameters.index(argument), argument)

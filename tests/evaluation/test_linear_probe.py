@@ -1,0 +1,203 @@
+"""Linear probes: the fit is scikit-learn's, the choice never sees the test images, bad input is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalelong import UViT, UViTConfig, load_run
+from scalelong.cli.main import main
+from scalelong.data import load_source
+from scalelong.data.loader import augmented
+from scalelong.diffusion import get_process
+from scalelong.evaluation import linear_probe, probe_run
+from scalelong.evaluation.block_features import times_at
+from scalelong.evaluation.linear_probe import _standardized, fit_linear, labelled_data
+from scalelong.report import read_run, read_runs, write_report
+from scalelong.runs.presets import get_preset
+from scalelong.runs.settings import ConditionSettings, RunConfig
+from scalelong.stability.diagnosis import diagnose
+from scalelong.training import train
+
+SMALL = {"levels": [0.1, 1.0], "images": 400}
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return labelled_data(RunConfig())
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return UViT(UViTConfig(image_size=8, patch_size=4, in_channels=1, dim=32, depth=2, heads=2)).eval()
+
+
+def test_the_fit_is_that_of_scikit_learn() -> None:
+    (images, labels), (tests, test_labels) = digits()
+    fitted, tested = _standardized(images.flatten(1), tests.flatten(1))
+    weight, bias = fit_linear(fitted, labels, 10)
+    ours = float(((tested @ weight.T + bias).argmax(1) == test_labels).float().mean())
+    theirs = LogisticRegression(C=1.0, max_iter=2000, tol=1e-6).fit(fitted.numpy(), labels.numpy())
+    assert abs(ours - theirs.score(tested.numpy(), test_labels.numpy())) <= 0.005
+
+    def objective(weight: Tensor, bias: Tensor) -> float:
+        return float(F.cross_entropy(fitted @ weight.T + bias, labels, reduction="sum") + weight.square().sum() / 2)
+
+    best = objective(torch.from_numpy(theirs.coef_).float(), torch.from_numpy(theirs.intercept_).float())
+    assert objective(weight, bias) <= 1.001 * best
+
+
+def test_finds_the_block_that_knows_the_class() -> None:
+    """A network whose second block wipes out the image: the first is chosen, and beats chance by far."""
+
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(1, 16, 4, stride=2), nn.Conv2d(16, 4, 1)
+            nn.init.zeros_(self.second.weight)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            h = torch.relu(self.first(x))
+            self.second(h)
+            return x
+
+    torch.manual_seed(0)
+    train_part, test_part = digits()
+    found = linear_probe(Forgets(), train_part, test_part, blocks=["first", "second"], pixels=True, **SMALL)
+    assert found.block == "first"
+    assert found.accuracy > 0.4 > max(found.held_out[1])
+    assert found.level == found.noise[0]  # less noise, more to see
+    assert found.pixels is not None and found.pixels > 0.9
+
+
+def test_test_images_do_not_influence_the_choice() -> None:
+    train_part, (images, labels) = digits()
+    found = [linear_probe(network(), train_part, (images, y), **SMALL) for y in (labels, labels.flip(0))]
+    assert found[0].held_out == found[1].held_out
+    assert found[0].block == found[1].block
+    assert found[0].accuracy > found[1].accuracy + 0.2
+
+
+def test_features_are_cached(tmp_path: Path) -> None:
+    train_part, test_part = digits()
+    options: dict[str, Any] = {**SMALL, "cache": tmp_path}
+    first = linear_probe(network(), train_part, test_part, **options)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4  # two levels for the choice, training and test images at the chosen one
+    files[0].write_bytes(b"damaged")
+
+    def never(*_args: Any, **_kwargs: Any) -> Tensor:
+        raise AssertionError("features were computed again")
+
+    again = linear_probe(network(), train_part, test_part, **options)
+    assert (again.held_out, again.accuracy) == (first.held_out, first.accuracy)
+    assert linear_probe(network(), train_part, test_part, **options, call=never).held_out == first.held_out
+    with pytest.raises(AssertionError, match="computed again"):  # other weights, other features
+        linear_probe(network(1), train_part, test_part, **options, call=never)
+
+
+@pytest.mark.parametrize("name", ["vp", "ddpm", "cosine", "edm"])
+def test_noise_levels_are_the_same_for_every_process(name: str) -> None:
+    noise, times = times_at(get_process(name), [0.1, 1.0])
+    assert noise == pytest.approx([0.1, 1.0], rel=0.1)
+    assert len(times) == 2
+
+
+def test_augmentation_keeps_the_image_inside() -> None:
+    images = torch.arange(64.0).view(1, 1, 8, 8).repeat(200, 1, 1, 1)
+    changed = augmented(images, 0, torch.arange(200))
+    assert changed.shape == images.shape
+    assert len({tuple(image.flatten().tolist()) for image in changed}) == 2 * 3 * 3
+    assert torch.equal(changed, augmented(images, 0, torch.arange(200)))
+
+
+def test_published_protocol_says_how_it_selects() -> None:
+    (images, labels), test_part = digits()
+    found = linear_probe(network(), (images[:256], labels[:256]), test_part, levels=[0.1], protocol="ddae")
+    assert found.protocol == "ddae, selected on test"
+    assert found.accuracy == max(max(row) for row in found.held_out)
+
+
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    train_part, test_part = digits()
+    few = train_part[1] < 3
+    for options, message in (
+        ({"train": (train_part[0][few], train_part[1][few])}, "3 of 10 classes"),
+        ({"train": (train_part[0], None)}, "needs a label for each image, got none"),
+        ({"blocks": ["middle_block"]}, "did you mean 'mid_block'?"),
+        ({"levels": 0}, "levels: must be at least 1"),
+        ({"levels": [-1.0]}, "levels: must be positive"),
+        ({"protocol": "published"}, "protocol: unknown 'published'"),
+        ({"held_out": 1.0}, "held_out: must be in"),
+    ):
+        given = {"train": train_part, "test": test_part, **options}
+        with pytest.raises(ValueError) as error:
+            linear_probe(network(), **given)
+        assert message in str(error.value)
+    source = load_source("digits")
+    for i in range(4):
+        from PIL import Image
+
+        Image.fromarray(source.read(i)[0].numpy()).resize((16, 16)).save(tmp_path / f"{i}.png")
+    config = RunConfig()
+    with pytest.raises(ValueError, match="has no labels"):
+        labelled_data(dataclasses.replace(config, data=dataclasses.replace(config.data, name=f"folder:{tmp_path}")))
+
+
+def test_class_conditional_runs_are_probed_without_their_class(tmp_path: Path) -> None:
+    preset = get_preset("digits-demo")
+    short = dataclasses.replace(preset.training, steps=2, batch_size=16, sample_every=0)
+    model = dataclasses.replace(preset.model, dim=16, depth=2, heads=2)
+    for drop in (0.0, 0.1):
+        condition = ConditionSettings("class", drop=drop)
+        config = dataclasses.replace(preset, training=short, model=model, condition=condition)
+        run = load_run(train(config, tmp_path / f"drop{drop}"))
+        if drop:
+            assert 0 <= probe_run(run, floors=False, cache=False, **SMALL).accuracy < 1
+        else:
+            with pytest.raises(ValueError, match=r"condition\.drop"):
+                probe_run(run)
+
+
+@pytest.mark.slow
+def test_probe_of_a_conditioned_run_in_report_and_diagnosis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = get_preset("digits-demo")
+    training = dataclasses.replace(preset.training, steps=200, sample_every=0)
+    model = dataclasses.replace(preset.model, dim=32, depth=2, heads=2)
+    features = dataclasses.replace(preset.features, conditioning=True)
+    folder = train(dataclasses.replace(preset, training=training, model=model, features=features), tmp_path / "run")
+    assert float(load_run(folder).model.feature_conditioning.gate.abs()) > 0
+    assert main(["probe", str(folder), "--levels", "2", "--images", "500"]) == 0
+    printed = capsys.readouterr().out
+    assert "test accuracy" in printed and "an untrained network" in printed
+    record = read_run(folder).linear_probes[-1]
+    assert record["accuracy"] > 0.6
+    assert record["accuracy"] > record["random_network"]
+    page = write_report(read_runs([folder])[0], tmp_path / "report.html").read_text()
+    assert "What the network knows of the classes" in page and record["block"] in page
+    assert any(sentence.about == "semantics" for sentence in diagnose(folder))
+
+
+def test_diagnosis_tells_unimodal_from_monotone(tmp_path: Path) -> None:
+    from scalelong.runs.settings import to_yaml
+
+    (tmp_path / "config.yaml").write_text(to_yaml(RunConfig()))
+    about = {"blocks": ["a"], "block": "a", "protocol": "held-out", "n_held_out": 2000, "accuracy": 0.9}
+    for row, word in (
+        ([0.7, 0.8, 0.6], "is unimodal"),
+        ([0.9, 0.8, 0.6], "is monotone"),
+        ([0.9, 0.901, 0.6], "undecided"),
+    ):
+        probe = {"step": 10, "kind": "linear_probe", "noise": [0.1, 1.0, 3.0], "level": 1.0, "held_out": [row], **about}
+        lines = [{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}, probe, {**probe, "held_out": "damaged"}]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert read_run(tmp_path).damaged_lines == 1
+        said = [sentence.text for sentence in diagnose(tmp_path) if sentence.about == "semantics"]
+        assert len(said) == 1 and word in said[0]

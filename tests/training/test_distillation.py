@@ -1,0 +1,78 @@
+"""The extra loss: what it trains, that it is a setting, and that a trained run no longer has its head."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalelong.runs.settings import DistillationSettings
+from scalelong.training import Trainer, load_run, train
+from scalelong.training.build import check_config
+from scalelong.training.distillation import HEAD
+from tests.training.tiny import tiny
+
+
+@pytest.mark.parametrize("backbone", ["uvit", "unet"])
+@pytest.mark.parametrize("form", ["infonce", "negative_free"])
+def test_trains_the_student_up_to_the_tap(form: str, backbone: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"distillation_weight": 1.0, "distillation_form": form, "model_backbone": backbone}
+    if backbone == "unet":
+        changes |= {"model_channels": (32, 32), "model_layers_per_block": 1}
+    trainer = Trainer(tiny(**changes), tmp_path / "run")
+    trainer._start_batches()
+    batch = next(iter(trainer._batches))
+    distillation = trainer.stepper.distillation
+    assert distillation is not None
+    torch.manual_seed(0)
+    x = torch.randn_like(batch.images)
+    trainer.stepper.net(x, torch.full((len(x),), 100.0))
+    distillation(batch, {}).backward()
+    trained = {name for name, p in trainer.model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert any(name.startswith(HEAD) for name in trained)
+    before, behind = ("in_blocks", "out_blocks") if backbone == "uvit" else ("down_blocks", "up_blocks")
+    assert any(name.startswith(before) for name in trained)
+    assert not any(name.startswith(behind) for name in trained)
+    assert all(p.grad is None for p in trainer.ema.model.parameters())
+
+
+def test_a_trained_run_has_no_head(tmp_path: Path) -> None:
+    plain = load_run(train(tiny(), tmp_path / "plain"))
+    distilled = load_run(train(tiny(distillation_weight=0.5), tmp_path / "distilled"))
+    names = list(distilled.model.state_dict())
+    assert names == list(plain.model.state_dict())
+    assert all(not part._forward_hooks for part in distilled.model.modules())
+    weight = "in_blocks.0.mlp.fc1.weight"
+    assert not torch.equal(distilled.model.state_dict()[weight], plain.model.state_dict()[weight])
+
+
+def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"distillation_temperature": 0.0}, "distillation.temperature: must be positive"),
+        ({"distillation_t_range": (0.6, 0.5)}, "distillation.t_range: must be two quantiles"),
+        ({"distillation_weight": -1.0}, "distillation.weight: must be at least 0"),
+        ({"distillation_weight": 1.0, "training_batch_size": 1}, "have no negatives"),
+        ({"distillation_weight": 1.0, "training_compile": "default"}, "not supported with distillation.weight"),
+    ):
+        with pytest.raises(ValueError) as error:
+            check_config(tiny(**changes))
+        assert message in str(error.value)
+    for changes, message in (
+        ({"distillation_weight": 1.0, "distillation_tap": "middle"}, "distillation.tap: no module 'middle'"),
+        (
+            {"features_conditioning": True, "features_tap": "mid_blok"},
+            "features.tap: no module 'mid_blok'; did you mean",
+        ),
+    ):
+        with pytest.raises(ValueError) as error:
+            Trainer(tiny(**changes), tmp_path / "run")
+        assert message in str(error.value)
+        assert not (tmp_path / "run").exists()
+
+
+def test_default_settings_change_nothing() -> None:
+    assert dataclasses.replace(tiny(), distillation=DistillationSettings()) == tiny()
+    assert check_config(tiny()).distillation.weight == 0
