@@ -115,7 +115,7 @@ def test_unets_become_plain_diffusers(tmp_path: Path, changes: dict[str, Any], s
             "no scheduler for 'euler_maruyama' with the process 'vp'; choose one of",
         ),
         ({"diffusion_process": "cosine"}, "DDPMPipeline cannot sample by dpm[+][+]2m with the process cosine"),
-        ({"scaling_method": "ls"}, "plain: the scaling is not in the weights"),
+        ({"scaling_method": "ls"}, "plain: the weights alone are not the model"),
         ({"model_backbone": "uvit"}, "plain: diffusers has a pipeline only for unconditional UNets"),
     ],
 )

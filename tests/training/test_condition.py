@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,9 +160,7 @@ def test_every_setting_trains_and_uses_its_condition(kind, backbone, method, tex
     config = text_run if kind == "text" else tiny(condition_kind="class")
     changes = {"model_backbone": backbone, "model_channels": (32, 32), "model_layers_per_block": 1}
     model_settings = tiny(**changes, scaling_method=method)
-    config = RunConfig(
-        config.data, model_settings.model, model_settings.scaling, config.condition, training=config.training
-    )
+    config = replace(config, model=model_settings.model, scaling=model_settings.scaling)
     source = picture_source()
     condition = make_condition(config, source, CPU)
     model = build_model(config, source.shape, condition.conditioning)

@@ -51,7 +51,7 @@ def test_a_trained_run_has_no_head(tmp_path: Path) -> None:
 
 def test_settings_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     for changes, message in (
-        ({"distillation_temperature": 0.0}, "distillation.temperature: must be positive"),
+        ({"distillation_temperature": 0.0}, "distillation.temperature: must be at least 1e-06"),
         ({"distillation_t_range": (0.6, 0.5)}, "distillation.t_range: must be two quantiles"),
         ({"distillation_weight": -1.0}, "distillation.weight: must be at least 0"),
         ({"distillation_weight": 1.0, "training_batch_size": 1}, "have no negatives"),

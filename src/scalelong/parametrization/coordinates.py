@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from scalelong.errors import require, unknown_name
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 from scalelong.parametrization.shapes import base_shapes, make_plan
+from scalelong.report.plots import save_figure
 from scalelong.skips.example import as_call, tensors_in
 from scalelong.skips.families import generated_example
 
@@ -226,6 +227,5 @@ def plot(checks: Sequence[CoordinateCheck], title: str, path: str | Path) -> Pat
     for axis in axes[-1]:
         axis.set_xlabel("width")
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
     plt.close(figure)
-    return Path(path)
+    return save_figure(figure, path)

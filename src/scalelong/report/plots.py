@@ -110,10 +110,7 @@ def draw(shape: UShape, path: str | Path) -> Path:
     for _, line, label in (REACHES[reach] for reach in sorted({rung.reach for rung in shape.rungs})):
         axes.plot([], [], color="#2f6fb7", linewidth=1.8, linestyle=line, label=label)
     axes.legend(loc="lower left", frameon=False, fontsize=8, labelcolor=INK, handlelength=3.2)
-    path = Path(path)
-    with atomic_write(path) as file:
-        figure.savefig(file, dpi=140, facecolor="white", format=path.suffix[1:] or "png")
-    return path
+    return save_figure(figure, path, dpi=140)
 
 
 def _rung(axes: Axes, rung: Rung, inset: float, y: float, row: float) -> None:
@@ -178,8 +175,15 @@ def plot_seeds(comparison: Comparison, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     loss.set_yscale("log")
     loss.legend(frameon=False)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
+    """Write a figure atomically, in the format of the file's ending."""
+    path = Path(path)
     with atomic_write(path) as file:
-        figure.savefig(file, dpi=110, format=path.suffix[1:] or "png")
+        figure.savefig(file, dpi=dpi, facecolor="white", format=path.suffix[1:] or "png")
+    return path
 
 
 def _band(axes: Axes, steps: Sequence[int], curves: Sequence[Sequence[float]], style: dict[str, Any]) -> None:

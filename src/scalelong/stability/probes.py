@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
 from scalelong.files import open_inside
+from scalelong.report.plots import save_figure
 from scalelong.runs.reader import MIDDLE, PROBE_EVERY, middle_of, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, independent_copy, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import has_known_stages, stages
@@ -137,7 +138,7 @@ class OscillationProbe:
             if axes.get_legend_handles_labels()[0]:
                 axes.legend()
         if path is not None:
-            figure.savefig(path, dpi=150)
+            save_figure(figure, path, dpi=150)
         return figure
 
     @torch.no_grad()

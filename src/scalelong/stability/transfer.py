@@ -14,6 +14,7 @@ from typing import Any
 
 from scalelong.errors import require, unknown_name
 from scalelong.files import write_text
+from scalelong.report.plots import save_figure
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
 from scalelong.runs.settings import MupSettings, RunConfig
@@ -192,6 +193,5 @@ def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
         )
     axes[0][0].set_ylabel("training loss at the end")
     axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
     plt.close(figure)
-    return Path(path)
+    return save_figure(figure, path)
