@@ -19,7 +19,7 @@ _FACTOR = 1e6
 LARGEST_YAML = 2**16  # bytes; the settings of a run take 3 KB
 MAX_CLASSES = 100_000  # of labels and class names
 
-# Every number of every setting: the least and the largest value. What a method or sampler allows beyond that, it checks.
+# The least and the largest value of each number; others must be finite. What a method or sampler allows beyond that, it checks.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "data.image_size": (1, 8192),
     "data.workers": (0, 1024),
@@ -116,7 +116,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
         for each in value:
             _check_value(key, each, kinds[0])
     elif hint in (int, float):
-        require_number(key, value, *BOUNDS[key], whole=hint is int)
+        require_number(key, value, *BOUNDS.get(key, (-1e30, 1e30)), whole=hint is int)
     elif hint in (bool, str):
         require(isinstance(value, hint), key, {bool: "true or false", str: "text"}[hint], value)
         require(value is True or value is False or "\0" not in value, key, "text without a NUL character", value)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from scalelong.files import write_text
+from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
 from scalelong.skips.attach import apply
 from scalelong.skips.families import known_skips
@@ -205,7 +205,9 @@ def _add_metadata(file: Path, stored: Mapping[str, Any]) -> None:
     with safe_open(str(file), framework="pt") as opened:
         metadata = opened.metadata() or {}
     adapter = {**json.loads(metadata.get("lora_adapter_metadata", "{}")), CONFIG_KEY: stored}
-    save_file(load_file(file), file, {**metadata, "lora_adapter_metadata": json.dumps(adapter, sort_keys=True)})
+    tensors, texts = load_file(file), {**metadata, "lora_adapter_metadata": json.dumps(adapter, sort_keys=True)}
+    with atomic_write(file) as new:
+        save_file(tensors, new.name, texts)
 
 
 def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str) -> None:
