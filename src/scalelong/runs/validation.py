@@ -19,7 +19,8 @@ _FACTOR = 1e6
 LARGEST_YAML = 2**16  # bytes; the settings of a run take 3 KB
 MAX_CLASSES = 100_000  # of labels and class names
 
-# The least and the largest value of each number; others must be finite. What a method or sampler allows beyond that, it checks.
+# The least and the largest value of each number; others must be finite. What a method or sampler allows beyond that, it
+# checks itself.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "data.image_size": (1, 8192),
     "data.workers": (0, 1024),
