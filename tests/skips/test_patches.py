@@ -142,7 +142,7 @@ def test_an_average_without_the_gates_is_refused() -> None:
 def test_a_class_that_needs_an_example_is_refused_without_one(tmp_path) -> None:
     model = unet("cs")
     config = {**model.config, "up_block_types": ("KUpBlock2D", "KUpBlock2D"), "down_block_types": ("KDownBlock2D",) * 2}
-    with pytest.raises(ValueError, match=r"with an example only; use scalelong.from_pretrained\(UNet2DConditionModel"):
+    with pytest.raises(ValueError, match=r"skips of this UNet2DConditionModel are not known.*scalelong\.from_pretrained\(\.\.\., example="):
         diffusers.UNet2DConditionModel.from_config({"long_skip_scaling": config["long_skip_scaling"], **K_BLOCKS})
     with pytest.raises(ValueError, match="num_skips: the saved scaling has 7 skips"):
         diffusers.UNet2DModel.from_config({**model.config, "long_skip_scaling": {**stored(model), "num_skips": 7}})
@@ -210,3 +210,17 @@ def test_the_example_script_of_diffusers_is_resumed_and_its_pipeline_loaded(meth
     done = subprocess.run(code, env={**env, "PYTHONPATH": ours}, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_close(torch.load(tmp_path / "found.pt"), output(model))
+
+
+def test_a_conditioned_model_is_loaded_as_one(tmp_path: Path) -> None:
+    model = unet()
+    scalelong.condition_on_features(model)
+    model.get_submodule("feature_conditioning").gate.data.fill_(0.5)
+    diffusers.DDPMPipeline(model, diffusers.DDPMScheduler()).save_pretrained(tmp_path)
+    loaded = diffusers.DDPMPipeline.from_pretrained(tmp_path).unet
+    x = torch.randn(1, 3, 16, 16)
+    assert_close(loaded(x, 5).sample, model(x, 5).sample)
+    scalelong.apply(model, "cs")
+    scalelong.remove(model, "scaling")
+    model.save_pretrained(tmp_path / "again")
+    assert_close(diffusers.UNet2DModel.from_pretrained(tmp_path / "again")(x, 5).sample, model(x, 5).sample)

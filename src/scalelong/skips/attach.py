@@ -140,19 +140,11 @@ def apply(
             check_hooks(model, example=call)
     hooks.reset_compiled()
     write_config(model, stored_scaling(model))
-    _patch_third_parties(model)
+    import_module("scalelong.skips.patches").install()  # it imports this module
     handle = Handle(model, found, config)
     if handle.note:
         _log_once(handle.note)
     return handle
-
-
-def _patch_third_parties(model: nn.Module) -> None:
-    """diffusers and peft keep the scaling; a pipeline names `scalelong.diffusers` as the library of a scaled model."""
-    import_module("scalelong.skips.patches").install()  # it imports this module
-    if hasattr(model, "register_to_config"):
-        import_module(hooks.DIFFUSERS)
-        object.__setattr__(model, "__module__", hooks.DIFFUSERS)
 
 
 @cache

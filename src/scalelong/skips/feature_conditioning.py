@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from scalelong.errors import unknown_name
 from scalelong.skips import hooks
+from scalelong.skips.hooks import FEATURES_KEY
 from scalelong.skips.long_skip import Argument, Call
 
 Pool = Literal["mean", "attention"]
 FEATURES_NAME = "feature_conditioning"  # attribute of the model, and prefix in its state dict
-FEATURES_KEY = "condition_on_features"  # key in a diffusers config.json and next to saved weights
 OUTPUT = "output"
 _HOOK = "_scalelong_features"  # attribute of a hooked module
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from scalelong.skips.long_skip import (
 
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
+FEATURES_KEY = "condition_on_features"  # the same for `condition_on_features`
 DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
 LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
@@ -78,7 +80,6 @@ def detach(model: nn.Module) -> None:
     drop_hook(model._forward_pre_hooks, follow_adapter)
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
-    vars(model).pop("__module__", None)
     drop_hook(model._load_state_dict_pre_hooks, check_state_dict)
     drop_hook(model._load_state_dict_post_hooks, warn_of_missing)
     drop_hook(model._state_dict_pre_hooks, restore_constants)
@@ -228,14 +229,21 @@ def match(added: nn.Module, model: nn.Module) -> None:
 
 
 def write_config(model: Any, stored: dict[str, Any] | None, key: str = CONFIG_KEY) -> None:
-    """Write an entry to a diffusers model's config, which `save_pretrained` stores; None removes it."""
+    """Write an entry to a diffusers model's config, which `save_pretrained` stores; None removes it.
+
+    A pipeline names `scalelong.diffusers` as the library of a model with such an entry.
+    """
     if not hasattr(model, "register_to_config"):
         return
     if stored is not None:
+        import_module(DIFFUSERS)
         model.register_to_config(**{key: stored})
-    else:
-        entries = model._internal_dict
-        model._internal_dict = type(entries)({name: value for name, value in entries.items() if name != key})
+        object.__setattr__(model, "__module__", DIFFUSERS)
+        return
+    entries = {name: value for name, value in model._internal_dict.items() if name != key}
+    model._internal_dict = type(model._internal_dict)(entries)
+    if entries.keys().isdisjoint((CONFIG_KEY, FEATURES_KEY)):
+        vars(model).pop("__module__", None)
 
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:

@@ -21,9 +21,8 @@ from torch import nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply
-from scalelong.skips.families import known_skips
-from scalelong.skips.hooks import CONFIG_KEY, LORA_TAG, is_scaled, root_name, scaling_of, stored_scaling
+from scalelong.skips.hooks import CONFIG_KEY, FEATURES_KEY, LORA_TAG, is_scaled, root_name, scaling_of, stored_scaling
+from scalelong.skips.restore import restore_as, stored_in
 
 logger = logging.getLogger("scalelong")
 _leave_plain = False  # while `scalelong.from_pretrained` builds a model that it scales itself, with an example
@@ -69,31 +68,18 @@ def _patch_loading() -> None:
             if config is not None and not isinstance(config, dict):  # a path, as EMAModel gives it
                 config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
             own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
-            stored = config.get(CONFIG_KEY) if config is not None and not own and not _leave_plain else None
-            if stored is not None:
-                config = {key: value for key, value in config.items() if key != CONFIG_KEY}
+            stored = stored_in(config) if config is not None and not own and not _leave_plain else {}
+            if stored:
+                config = {key: value for key, value in config.items() if key not in (CONFIG_KEY, FEATURES_KEY)}
             built = from_config(cls, config, return_unused_kwargs, **kwargs)
             model = built[0] if return_unused_kwargs else built
-            if stored is not None and isinstance(model, nn.Module):
-                _scale_as_stored(model, stored)
+            if stored and isinstance(model, nn.Module):
+                restore_as(model, stored, "config.json")
             return built
 
         return build
 
     _wrap(ConfigMixin, "from_config", make, classmethod)
-
-
-def _scale_as_stored(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    name = type(model).__name__
-    if known_skips(model) is None:
-        unknown = f"its config names a scaling, but the skips of this {name} are found with an example only"
-        raise ValueError(f"model: {unknown}; use scalelong.from_pretrained({name}, folder, example=(x, t))")
-    config = ScalingConfig.from_json(stored)
-    placed = {"placement": stored.get("placement", "before"), "skips": stored.get("skips")}
-    found = apply(model, config.method, **placed, **config.options).scaling.num_skips
-    if found != stored["num_skips"]:
-        both = f"the saved scaling has {stored['num_skips']} skips, this {name} has {found}"
-        raise ValueError(f"num_skips: {both}; load it into a model as saved")
 
 
 @cache

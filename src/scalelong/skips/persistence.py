@@ -16,29 +16,26 @@ from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from scalelong.errors import CheckpointError, did_you_mean, short
+from scalelong.errors import CheckpointError
 from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
-from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.attach import apply, find_skips
 from scalelong.skips.example import Snapshot, unchanged_on_error
-from scalelong.skips.families import known_skips
-from scalelong.skips.feature_conditioning import (
-    FEATURES_KEY,
-    FEATURES_NAME,
-    FeatureConditioning,
-    Route,
-    attach_features,
-    conditioning_of,
-    is_conditioned,
-)
+from scalelong.skips.feature_conditioning import FEATURES_NAME, conditioning_of, is_conditioned
 from scalelong.skips.feature_conditioning import to_json as features_to_json
-from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, is_scaled, root_name, scaling_of, stored_scaling, write_config
+from scalelong.skips.hooks import (
+    CONFIG_KEY,
+    DIFFUSERS,
+    FEATURES_KEY,
+    is_scaled,
+    root_name,
+    stored_scaling,
+    write_config,
+)
 from scalelong.skips.patches import plain_loading
+from scalelong.skips.restore import HASHES, restore_as, stored_in
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
-HASHES = "sha256"  # key in scalelong.json: of the weights, and of the rest of that file
 HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,7 +85,7 @@ def load(
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")
     stored, weights = read_json(folder, SCALING_NAME), folder / WEIGHTS_NAME
     _check_hashes(stored, folder)
-    _restore_as(model, stored, folder / SCALING_NAME, example)
+    restore_as(model, stored, folder / SCALING_NAME, example)
     before = Snapshot(model)
     try:
         with naming_damage(weights):
@@ -131,10 +128,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     if (source / "model_index.json").is_file():
         return cls.from_pretrained(source, **options)  # type: ignore[attr-defined, no-any-return]
     path = source / "config.json"
-    config = read_json(source, "config.json")
-    stored = {**(config.get(CONFIG_KEY) or {})}
-    if config.get(FEATURES_KEY) is not None:
-        stored[FEATURES_KEY] = config[FEATURES_KEY]
+    stored = stored_in(read_json(source, "config.json"))
     if not stored:
         remedy = f"use {cls.__name__}.from_pretrained and scalelong.apply"
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
@@ -142,7 +136,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
     for key in (CONFIG_KEY, FEATURES_KEY):
         write_config(model, None, key)  # some versions of diffusers keep unknown entries; `apply` writes its own
-    _restore_as(model, stored, path, example)
+    restore_as(model, stored, path, example)
     for name in (root_name(model), FEATURES_NAME):
         module = model._modules.get(name)
         tensors = read_tensors(source, options.get("variant"), f"{name}.") if module is not None else {}
@@ -174,64 +168,6 @@ def quiet_diffusers() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _restore_as(model: nn.Module, stored: Any, where: Path, example: Any = None) -> None:
-    """Apply the stored scaling and conditioning where the model has none; refuse others."""
-    features = stored.get(FEATURES_KEY) if isinstance(stored, Mapping) else None
-    if features is not None:
-        _condition_as(model, features, where)
-    elif is_conditioned(model):
-        raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
-    if features is None or stored.keys() - {FEATURES_KEY, HASHES}:
-        _scale_as(model, stored, where, example)
-
-
-def _condition_as(model: nn.Module, stored: dict[str, Any], where: Path) -> None:
-    try:
-        route = Route.from_json(stored)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{where}: {FEATURES_KEY} is damaged ({error}); save the model again") from None
-    if is_conditioned(model):
-        if conditioning_of(model).route != route:
-            both = f"the model has {conditioning_of(model).route}, the saved one is {route}"
-            raise ValueError(f"{FEATURES_KEY}: {both}; call scalelong.remove(model, 'features') first")
-        return
-    modules = dict(model.named_modules())
-    for name in (route.tap, *route.targets):
-        if name not in modules:
-            raise ValueError(
-                f"{where}: the model has no module {name!r}; {did_you_mean(name, modules)}build it as it was"
-            )
-    attach_features(model, FeatureConditioning(route))
-
-
-def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: Path, example: Any = None) -> None:
-    """Apply the stored scaling if the model has none; refuse another one."""
-    if not isinstance(stored, Mapping) or not {"method", "options", "num_skips"} <= stored.keys():
-        raise ValueError(f"{where}: must contain method, options and num_skips, got {short(stored)}")
-    config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")
-    if example is None and not is_scaled(model) and known_skips(model) is None:
-        unknown = (
-            f"model: the skips of this {type(model).__name__} are not known, and there is no example to trace it with"
-        )
-        raise ValueError(f"{unknown}; pass one as for apply: scalelong.load(..., example=(x, t))")
-    given = stored.get("skips")  # named by the user
-    found = scaling_of(model).num_skips if is_scaled(model) else stored["num_skips"]
-    if given is None and not is_scaled(model):
-        found = len(find_skips(model, example=example))
-    if found != stored["num_skips"]:
-        own = f"this {type(model).__name__} has {found}"
-        raise ValueError(f"num_skips: the saved scaling has {stored['num_skips']} skips, {own}")
-    if is_scaled(model):
-        mine = stored_scaling(model)
-        pairs = (("placement", mine.get("placement", "before"), placement), ("skips", mine.get("skips"), given))
-        for key, here, saved in (("scaling", scaling_of(model).config, config), *pairs):
-            if here != saved:
-                both = f"the model has {here}, the saved one is {saved}"
-                raise ValueError(f"{key}: {both}; call scalelong.remove(model) first")
-        return
-    apply(model, config.method, example=example, placement=placement, skips=given, **config.options)
 
 
 def _check_fit(model: nn.Module, weights: Path) -> None:
