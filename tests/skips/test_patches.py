@@ -142,7 +142,9 @@ def test_an_average_without_the_gates_is_refused() -> None:
 def test_a_class_that_needs_an_example_is_refused_without_one(tmp_path) -> None:
     model = unet("cs")
     config = {**model.config, "up_block_types": ("KUpBlock2D", "KUpBlock2D"), "down_block_types": ("KDownBlock2D",) * 2}
-    with pytest.raises(ValueError, match=r"skips of this UNet2DConditionModel are not known.*scalelong\.from_pretrained\(\.\.\., example="):
+    with pytest.raises(
+        ValueError, match=r"skips of this UNet2DConditionModel are not known.*from_pretrained\(\.\.\., example="
+    ):
         diffusers.UNet2DConditionModel.from_config({"long_skip_scaling": config["long_skip_scaling"], **K_BLOCKS})
     with pytest.raises(ValueError, match="num_skips: the saved scaling has 7 skips"):
         diffusers.UNet2DModel.from_config({**model.config, "long_skip_scaling": {**stored(model), "num_skips": 7}})

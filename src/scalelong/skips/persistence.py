@@ -45,6 +45,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write the weights, including gates, as safetensors; scaling, conditioning on features and hashes as JSON; atomically.
 
     >>> from diffusers import UNet1DModel
+    >>> from scalelong import apply
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
@@ -75,6 +76,7 @@ def load(
     example: as for `apply`, for classes that are not known; prepare: called with the scaled model and the file of weights.
 
     >>> from diffusers import UNet1DModel
+    >>> from scalelong import apply
     >>> folder = save(apply(UNet1DModel(), "cs", kappa=0.6).model, "scaled")
     >>> print(load(UNet1DModel(), folder).scalelong.config)
     cs(kappa=0.6)
@@ -119,6 +121,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
     example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
+    >>> from scalelong import apply
     >>> apply(UNet1DModel(), "cs", kappa=0.6).model.save_pretrained("unet")
     >>> print(from_pretrained(UNet1DModel, "unet").scalelong.config)
     cs(kappa=0.6)
