@@ -143,12 +143,12 @@ def launch(
     return Launched(folder, pids)
 
 
-def torchrun(folder: Path, config: RunConfig, *options: str) -> Launched:
+def torchrun(folder: Path, config: RunConfig, *options: str, points: str = "") -> Launched:
     """The same on two ranks by torchrun, as a user starts it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [*options, "-m", "scalelong.cli.main", *arguments(folder, config)]
     with folder.with_suffix(".log").open("ab") as log:
-        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, process_group=0)
+        process = subprocess.Popen(command, env=environment(points), stdout=log, stderr=log, process_group=0)
     return Launched(folder, [process.pid], process)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from scalelong.failpoints import protected
+from scalelong.failpoints import failpoint, protected
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ class Ranks:
 
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
-        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit)  # the flag: CPU ranks need it
+        joined = _join(limit) if protected("ranks.names") else {}
+        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit, **joined)  # CPU ranks need the flag
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, told to the other ranks
@@ -127,3 +131,33 @@ class Ranks:
                     for rank in set(self._silent(self._timeout / 2)) - warned:
                         warned.add(rank)
                         logger.warning("rank %d has not answered for %g s", rank, self._timeout / 2)
+
+
+def _join(limit: timedelta) -> dict[str, Any]:
+    """The store of the launcher under a name that only the ranks of this attempt have, for init_process_group.
+
+    torchrun keeps its store when it restarts the ranks, so they would find the addresses of those that died
+    (github.com/pytorch/pytorch/issues/135712); its count of restarts may differ between machines. So the main rank draws
+    a name, answers whoever calls until all have confirmed it, and a call of a dead rank is answered in vain.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    mine, started = secrets.token_hex(8), time.monotonic()
+    if rank:
+        store.set(f"call {rank}", mine)
+        name = store.get(f"answer {mine}").decode()  # waits
+        store.set(f"{name} {rank}", "")
+    else:
+        failpoint("ranks.main_joins")
+        name, missing = mine, [*range(1, size)]
+        while missing := [rank for rank in missing if not store.check([f"{name} {rank}"])]:
+            for rank in missing:
+                if store.check([f"call {rank}"]):
+                    store.set(f"answer {store.get(f'call {rank}').decode()}", name)
+            if time.monotonic() - started > limit.total_seconds():
+                raise RuntimeError(f"ranks: {size} are to start, but {missing} did not within {limit.total_seconds():g} s")
+            time.sleep(0.01)
+        rank = 0
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
