@@ -76,7 +76,9 @@ class Launched:
 
     def finish(self, seconds: float = 120.0) -> None:
         """Wait for a successful end."""
-        assert set(self.wait(seconds)) == {0}, self.log[-3000:]
+        codes = self.wait(seconds)
+        said = [line for line in self.log.splitlines() if line.startswith("error: ")]
+        assert set(codes) == {0}, f"exit codes {codes}, {said[-1] if said else ''}\n{self.log[-3000:]}"
 
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         """Wait until the records reach `step`; note all processes that exist then."""
