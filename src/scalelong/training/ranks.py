@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -26,8 +29,9 @@ _BEAT_SECONDS = 2.0
 class Ranks:
     """This process among the ranks that torchrun or accelerate started; alone without them.
 
-    Each rank counts in the store that all share, from a thread. A rank that stops counting is dead or stopped; one that
-    counts may take as long as it needs in `barrier`, while gradients are waited for `timeout` seconds.
+    Each rank counts in the store that all share, from a thread. A rank that stops counting for `timeout` seconds is dead
+    or stopped, on this machine also one whose process is gone; one that counts may take as long as it needs in `barrier`,
+    while gradients are waited for `timeout` seconds.
     """
 
     _runs = 0
@@ -46,6 +50,8 @@ class Ranks:
             Ranks._runs += 1  # a run of its own names in the store
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.distributed_c10d.PrefixStore(f"run {Ranks._runs}", store)
+            self._pids: dict[int, int] = {}  # of the ranks on this machine
+            self._store.set(f"process {self.process_index}", f"{os.getpid()} {_machine()}")
             self._store.set(str(self.process_index), "0 0")
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -67,7 +73,7 @@ class Ranks:
         while self._store.add(name, 0) < count:
             time.sleep(wait)
             wait = min(2 * wait, 0.2)
-            if wait == 0.2 and (silent := self._silent(self._timeout)):
+            if wait == 0.2 and (silent := self._silent(self._timeout)) and self._store.add(name, 0) < count:
                 raise RuntimeError(self._sentence(silent))
 
     def close(self) -> None:
@@ -106,16 +112,21 @@ class Ranks:
         return f"ranks: rank {names} {why}; training.rank_timeout is {self._timeout:g} s, run the same command again"
 
     def _silent(self, seconds: float) -> list[int]:
-        """The other ranks that have not counted for more than `seconds`."""
+        """The other ranks that are gone, or have not counted for more than `seconds`."""
         now = time.monotonic()
         reader = threading.Thread(target=self._read, daemon=True)  # the store itself may be on a rank that is stopped
         reader.start()
         reader.join(10)
-        return [rank for rank, (_, since) in self._seen.items() if rank != self.process_index and now - since > seconds]
+        others = [(rank, since) for rank, (_, since) in self._seen.items() if rank != self.process_index]
+        return [rank for rank, since in others if now - since > seconds or _is_gone(self._pids.get(rank))]
 
     def _read(self) -> None:
         with suppress(RuntimeError):  # the store is gone
             for rank in range(self.num_processes):
+                if rank not in self._pids and self._store.check([f"process {rank}"]):
+                    pid, machine = self._store.get(f"process {rank}").decode().split(" ", 1)
+                    if machine == _machine():
+                        self._pids[rank] = int(pid)
                 if self._store.check([str(rank)]):
                     value = self._store.get(str(rank)).decode()
                     if value != self._seen[rank][0]:
@@ -131,6 +142,20 @@ class Ranks:
                     for rank in set(self._silent(self._timeout / 2)) - warned:
                         warned.add(rank)
                         logger.warning("rank %d has not answered for %g s", rank, self._timeout / 2)
+
+
+def _machine() -> str:
+    """Where a process id means the same."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+
+
+def _is_gone(pid: int | None) -> bool:
+    """True if the process has ended; False for None."""
+    try:
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _join(limit: timedelta) -> dict[str, Any]:
