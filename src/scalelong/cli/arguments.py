@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from scalelong.runs.reader import read_config
+from scalelong.runs.folder import read_config
 from scalelong.runs.settings import SamplingSettings
 
 RunFolder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]

@@ -1,4 +1,4 @@
-"""Reading a run folder: its settings, checkpoints, sample grids and records."""
+"""Reading a run: its settings and records as numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from scalelong.files import inside
-from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
+from scalelong.runs import CONFIG, METRICS, SAMPLES
 from scalelong.runs.events import each_event
-from scalelong.runs.settings import RunConfig, SamplingSettings, from_yaml
+from scalelong.runs.folder import by_step, is_run, read_config
+from scalelong.runs.settings import RunConfig, SamplingSettings
 
 Record = dict[str, Any]
 Column = tuple[list[int], list[float]]  # steps and values
@@ -27,22 +28,6 @@ LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones 
 LONGEST_TEXT = 1000  # characters of a recorded text
 MOST_KEYS = 4096  # names of numbers in the records of a run
 PROBE_EVERY = 50  # steps between probe records: below 2% of the step time (benchmarks/probe_overhead.py)
-
-
-def is_run(folder: str | Path) -> bool:
-    return (Path(folder) / CONFIG).is_file()
-
-
-def read_config(folder: str | Path) -> RunConfig:
-    """The settings of a run."""
-    if not is_run(folder):
-        raise FileNotFoundError(f"{folder}: is not a run folder (no {CONFIG}); give one that scalelong train wrote")
-    return from_yaml(inside(Path(folder), CONFIG))
-
-
-def checkpoints(folder: str | Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, oldest first."""
-    return _by_step(path for path in inside(Path(folder), CHECKPOINTS).glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -229,7 +214,7 @@ class Run:
 
     def sample_grids(self) -> list[tuple[int, Path]]:
         """Step and file of each grid sampled during training."""
-        return list(_by_step(inside(self.folder, SAMPLES).glob("step-*.png")).items())
+        return list(by_step(inside(self.folder, SAMPLES).glob("step-*.png")).items())
 
 
 def read_run(folder: str | Path) -> Run:
@@ -293,12 +278,6 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     if not runs:
         raise ValueError("runs: nothing to show; " + "; ".join(refused))
     return runs, refused
-
-
-def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    known = (path for path in paths if not path.is_symlink())
-    found = {step: path for path in known if (step := step_number(path.stem)) is not None}
-    return dict(sorted(found.items()))
 
 
 def _printable(record: Record) -> Record:

@@ -7,11 +7,9 @@ import errno
 import logging
 import platform
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -29,8 +27,8 @@ from scalelong.failpoints import failpoint, protected
 from scalelong.files import inside
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
-from scalelong.runs.events import CHECKPOINT_KIND, Events
-from scalelong.runs.settings import Conditioning, RunConfig
+from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
+from scalelong.runs.settings import Conditioning, RunConfig, to_yaml
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (
@@ -46,12 +44,12 @@ from scalelong.training.condition import make_condition
 from scalelong.training.guard import Guard, NonFiniteError
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
+from scalelong.training.signals import stop_signals
 from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C is meant
 _PATIENCE = 3.0  # seconds for a worker that hangs, once asked to stop
 
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
@@ -115,7 +113,7 @@ class Trainer:
             self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
             hide = None if is_main else True
             self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
-            with self._bar, self._stop_signals():
+            with self._bar, stop_signals(self._request_stop):
                 self._train()
         except (NonFiniteError, CheckpointError):
             raise
@@ -257,7 +255,7 @@ class Trainer:
         return model_inputs(self.model, x, time_input, **condition)
 
     def _save(self) -> None:
-        if self.ranks.is_main_process:
+        if self._events is not None:
             tensors = {
                 "model": self.model.state_dict(),
                 "ema": self.ema.model.state_dict(),
@@ -272,9 +270,10 @@ class Trainer:
                 "window": vars(self.window),
                 "guard": self.guard.state(),
                 "scaler": self.stepper.scaler.state_dict(),
+                "records": fingerprint(self.folder),
             }
-            save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.training.keep)
-            assert self._events is not None
+            keep, config = self.config.training.keep, to_yaml(self.config)
+            save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, keep, config)
             self._events.write(self.step, CHECKPOINT_KIND, {})
         self.ranks.barrier()
 
@@ -292,6 +291,8 @@ class Trainer:
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             fits = f"{path}: does not fit this run ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             raise CheckpointError(f"{fits}; remove that folder to fall back to the one before") from error
+        if self.ranks.is_main_process and "records" in state:  # older checkpoints lack them
+            check_fingerprint(self.folder, state["records"])
         logger.info("resumed from %s", path)
         return True
 
@@ -310,27 +311,9 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.ranks.step = self.step
 
-    @contextmanager
-    def _stop_signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C ask the loop to save and stop; another Ctrl-C seconds later interrupts at once."""
-        first = 0.0
-
-        def handle(number: int, _frame: object) -> None:
-            nonlocal first
-            if number == signal.SIGINT and first and time.monotonic() - first > _SECOND_INTERRUPT:
-                raise KeyboardInterrupt  # not sooner: launchers repeat the signal that the terminal sent to all
-            if not first:
-                logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
-            first = first or time.monotonic()
-            self.stop_requested = True
-            self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _request_stop(self) -> None:
+        self.stop_requested = True
+        self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:

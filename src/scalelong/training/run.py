@@ -26,7 +26,7 @@ from scalelong.diffusion import Network, Objective, resolve_sampling, sample
 from scalelong.errors import require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
 from scalelong.runs import CHECKPOINTS, CONFIG
-from scalelong.runs.reader import checkpoints, read_config
+from scalelong.runs.folder import checkpoints, read_config
 from scalelong.runs.settings import Conditioning, RunConfig, SamplingSettings, ScalingSettings, from_yaml
 from scalelong.runs.validation import short_lines
 from scalelong.skips.persistence import SCALING_NAME
