@@ -77,7 +77,9 @@ def nonfinite(folder: Path, protect: bool) -> str:
             assert len(said) == 1, f"{kind}, {policy}: the ranks disagree, {said}"
             assert codes == [int(policy == "raise")] * 2, f"{kind}, {policy}: exit codes {codes}"
             what = kind.split()[1]  # step 3 covers samples 16 to 23, rank 1 has the last four of them
-            assert f"the {what} is not finite" in sentences[0] and "samples [21] at t = [0." in sentences[0], sentences[0]
+            assert f"the {what} is not finite" in sentences[0] and "samples [21] at t = [0." in sentences[0], sentences[
+                0
+            ]
             if policy == "skip":
                 train = [record for record in read_events(run.folder)[0] if record["kind"] == "train"]
                 assert train[-1]["skipped"] == 1

@@ -182,7 +182,9 @@ def _join(limit: timedelta) -> dict[str, Any]:
                 if store.check([f"call {rank}"]):
                     store.set(f"answer {store.get(f'call {rank}').decode()}", name)
             if time.monotonic() - started > limit.total_seconds():
-                raise RuntimeError(f"ranks: {size} are to start, but {missing} did not within {limit.total_seconds():g} s")
+                raise RuntimeError(
+                    f"ranks: {size} are to start, but {missing} did not within {limit.total_seconds():g} s"
+                )
             time.sleep(0.01)
         rank = 0
     return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
