@@ -151,7 +151,7 @@ def test_ranks_share_the_images(run: TrainedRun) -> None:
     [
         ({"count": 1}, "sampling.count: must be at least 2 for a distance, got 1"),
         ({"sampler": "dimm"}, "sampling.sampler: unknown 'dimm'"),
-        ({"steps": -1}, "sampling.steps: must be at least 1"),
+        ({"steps": -1}, "sampling.steps: must be at least 0"),
         ({"batch_size": 0}, "sampling.batch_size: must be at least 1"),
         ({"precision": "fp8"}, "sampling.precision: unknown 'fp8'"),
     ],

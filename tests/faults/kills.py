@@ -21,6 +21,7 @@ STREAMED = {"data_workers": 2, "data_resident_mb": 0}
     "`kill -9` at 20 random steps, ranks 1, 2 x workers 0, 2",
     passes_when="losses and hashes of weights, EMA and optimizer are identical to those of an undisturbed run",
     protections=["resume.position"],
+    limit=600,
 )
 def killed_at_random(folder: Path, protect: bool) -> str:
     kills = times(20, 4)
@@ -52,6 +53,7 @@ def killed_at_random(folder: Path, protect: bool) -> str:
     "SIGTERM and SIGINT to the process group with workers, to the main process, to rank 1, to torchrun",
     passes_when="checkpoint within 10 s, documented exit code (75), no orphans, identical resume",
     protections=["loop.signals", "loader.signals + loader.replace"],
+    limit=480,
 )
 def signals(folder: Path, protect: bool) -> str:
     whole = {}

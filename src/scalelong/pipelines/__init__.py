@@ -120,9 +120,9 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "") -> E
         (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (stage / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n")
         (stage / CONFIG).write_text(to_yaml(run.config))
-        (stage / "README.md").write_text(card)
+        (stage / "README.md").write_text(card, encoding="utf-8")
         if not plain:
-            (stage / "pipeline.py").write_text(inspect.getsource(pipeline))
+            (stage / "pipeline.py").write_text(inspect.getsource(pipeline), encoding="utf-8")
         write_manifest(stage)
     return Exported(folder, plain, needs_us)
 
@@ -142,7 +142,7 @@ def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
         name = type(model).__name__
         if not scaled:
             return "diffusers", name
-        (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name))
+        (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name), encoding="utf-8")
         return "modeling_scaled", f"Scaled{name}"
     config = scaling_of(model).config if scaled else None
     scaling = {"method": config.method, "options": dict(config.options)} if config else None
@@ -151,7 +151,7 @@ def _write_denoiser(model: Any, folder: Path, scaled: bool) -> Component:
     wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, long_skip_scaling=scaling)
     wrapped.uvit.load_state_dict(model.state_dict())
     wrapped.save_pretrained(folder)
-    (folder / "modeling_uvit.py").write_text(_uvit_file())
+    (folder / "modeling_uvit.py").write_text(_uvit_file(), encoding="utf-8")
     return "modeling_uvit", UViTModel.__name__
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -41,10 +38,10 @@ from scalelong.training.checkpoint import (
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
-from scalelong.training.guard import Guard, NonFiniteError
+from scalelong.training.guard import Guard
+from scalelong.training.host import environment, stop_signals
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
-from scalelong.training.signals import stop_signals
 from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -110,17 +107,11 @@ class Trainer:
                 self._events = Events(self.folder, self.step, training.wandb_project)
             if not resumed and "rewind" in (training.on_nonfinite, training.on_spike):
                 self._save()  # something to rewind to
-            self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
+            self._record("start", environment(self.device, self.ranks.num_processes, self.source.fingerprint))
             hide = None if is_main else True
             self._bar = tqdm(total=training.steps, initial=self.step, unit="step", desc=self.folder.name, disable=hide)
-            with self._bar, stop_signals(self._request_stop):
+            with self._bar, stop_signals(self._request_stop), self.ranks.explained():
                 self._train()
-        except (NonFiniteError, CheckpointError):
-            raise
-        except RuntimeError as error:
-            if (explained := self.ranks.explain(error)) is error:
-                raise
-            raise explained from error
         except OSError as error:  # metrics, samples
             if error.errno not in _DISK_ERRORS:
                 raise
@@ -142,10 +133,8 @@ class Trainer:
         while self.step < training.steps and not self.stopping:
             started = time.perf_counter()
             step = self.step + 1
-            batches, limit = (
-                islice(self._batches, training.accumulate),
-                self.guard.update_limit(self.pending is not None),
-            )
+            batches = islice(self._batches, training.accumulate)
+            limit = self.guard.update_limit(self.pending is not None)
             pending = self.stepper.compute(step, batches, self.stop_requested, limit)
             if not self._read_pending():  # of the step before
                 continue
@@ -212,7 +201,7 @@ class Trainer:
         return self.step == training.steps or any(self.step % interval == 0 for interval in every)
 
     def _write_due(self, last: bool) -> None:
-        """Write what is due after this step: a record, a grid of samples, a checkpoint."""
+        """Write what is due after this step: a record, a checkpoint, a grid of samples."""
         training, step = self.config.training, self.step
         if step % training.log_every == 0 or last:
             window, self.window = self.window, Window(since=self.seconds)
@@ -224,14 +213,14 @@ class Trainer:
             }
             self._bar.set_postfix(loss=f"{values['loss']:.4f}", img_s=f"{values['images_per_second']:.0f}")
             self._record("train", values)
-        if training.sample_every and (step % training.sample_every == 0 or last):
+        if step % training.checkpoint_every == 0 or last:
+            self._save()
+        if training.sample_every and (step % training.sample_every == 0 or last) and not self.stopping:
             if self.ranks.is_main_process:
                 options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
                 images = self.trained().sample(self.config.sampling, self.condition, **options)
                 save_grid(images, inside(self.folder, SAMPLES, f"{step_name(step)}.png"))
             self.ranks.barrier()
-        if step % training.checkpoint_every == 0 or last:
-            self._save()
 
     def _record(self, kind: str, values: Mapping[str, Any] | None) -> None:
         if values and self._events is not None:
@@ -315,6 +304,10 @@ class Trainer:
         self.stop_requested = True
         self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
 
+    def is_stopping(self) -> bool:
+        """True once any rank was asked to stop: what takes long, an evaluation, is given up then."""
+        return self.ranks.announced("stop", self.stop_requested)
+
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:
     """Train what `config` describes into `folder`; the same call again resumes.
@@ -326,18 +319,3 @@ def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] =
     PosixPath('tiny-run')
     """
     return Trainer(config, folder, observers).run()
-
-
-def _environment(device: torch.device, ranks: int, data: str) -> dict[str, Any]:
-    """The start record: command, versions, device, and the fingerprint of the data."""
-    program = Path(sys.argv[0])
-    name = "scalelong" if program.parts[-3:] == ("scalelong", "cli", "main.py") else program.name
-    return {
-        "command": shlex.join([name, *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "ranks": ranks,
-        "data": data,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from scalelong.errors import ScaleLongError
 from scalelong.failpoints import failpoint, protected
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,14 @@ class Ranks:
             if wait == 0.2 and (silent := self._silent(self._timeout)) and self._store.add(name, 0) < count:
                 raise RuntimeError(self._sentence(silent))
 
+    def announced(self, name: str, here: bool) -> bool:
+        """True if `here` was true on any rank; it is told to the others."""
+        if self.num_processes == 1:
+            return here
+        if here:
+            self._store.set(name, "")
+        return here or bool(self._store.check([name]))
+
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
@@ -88,6 +97,18 @@ class Ranks:
         yield
         if self.is_main_process:
             self.barrier()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors of the ranks' communication name the rank that caused them."""
+        try:
+            yield
+        except ScaleLongError:
+            raise
+        except RuntimeError as error:
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """The error with the rank that caused it, where another one is dead, stopped or behind; else as it is."""

@@ -1,12 +1,19 @@
-"""Signals that ask a run to stop."""
+"""What surrounds a run: the signals that ask it to stop, and what it runs on."""
 
 from __future__ import annotations
 
 import logging
+import platform
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from scalelong.failpoints import protected
 
@@ -38,3 +45,18 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def environment(device: torch.device, ranks: int, data: str) -> dict[str, Any]:
+    """The start record: command, versions, device, and the fingerprint of the data."""
+    program = Path(sys.argv[0])
+    name = "scalelong" if program.parts[-3:] == ("scalelong", "cli", "main.py") else program.name
+    return {
+        "command": shlex.join([name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "ranks": ranks,
+        "data": data,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
