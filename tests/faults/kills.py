@@ -21,7 +21,6 @@ STREAMED = {"data_workers": 2, "data_resident_mb": 0}
     "`kill -9` at 20 random steps, ranks 1, 2 x workers 0, 2",
     passes_when="losses and hashes of weights, EMA and optimizer are identical to those of an undisturbed run",
     protections=["resume.position"],
-    limit=600,
 )
 def killed_at_random(folder: Path, protect: bool) -> str:
     kills = times(20, 4)
@@ -53,7 +52,6 @@ def killed_at_random(folder: Path, protect: bool) -> str:
     "SIGTERM and SIGINT to the process group with workers, to the main process, to rank 1, to torchrun",
     passes_when="checkpoint within 10 s, documented exit code (75), no orphans, identical resume",
     protections=["loop.signals", "loader.signals + loader.replace"],
-    limit=480,
 )
 def signals(folder: Path, protect: bool) -> str:
     whole = {}
@@ -93,7 +91,6 @@ def signals(folder: Path, protect: bool) -> str:
     "a loader worker killed, and one stopped (SIGSTOP)",
     passes_when="replaced at the same position at most 3 times, identical result; a time-out ends a hang, SIGTERM too",
     protections=["loader.replace", "loader.timeout"],
-    limit=180,
 )
 def workers(folder: Path, protect: bool) -> str:
     config = tiny(training_steps=160, training_checkpoint_every=1000, data_worker_timeout=2.0 * PATIENCE, **STREAMED)
