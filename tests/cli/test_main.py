@@ -289,7 +289,7 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
         "README.md", "config.yaml", "model.safetensors", "scalelong.json",
     ]  # fmt: skip
     card = (out / "README.md").read_text()
-    assert "- **Data**: digits" in card
+    assert "- **Data**: digits, split train" in card
     assert "ls (shared = True" in card
     assert "4 steps at batch 8, seed 0" in card
     assert "FD(random-conv-64-seed0) = " in card

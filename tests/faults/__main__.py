@@ -67,13 +67,15 @@ def one(number: int) -> None:
     print(seen or "as it should be")
 
 
-def scorecard(cases: list[Case]) -> list[dict[str, Any]]:
+def scorecard(cases: list[Case]) -> dict[str, Any]:
     """Run all cases, two at a time, each with and without its protections."""
+    started, before = time.monotonic(), os.times()
     jobs = [(case, name) for case in cases for name in ("", *case.protections)]
     jobs.sort(key=lambda job: -job[0].limit)
     with ThreadPoolExecutor(2) as pool:
         results = dict(zip(((c.number, name) for c, name in jobs), pool.map(lambda j: attempt(*j), jobs), strict=True))
-    return [
+    seconds, cpu = time.monotonic() - started, sum(os.times()[2:4]) - sum(before[2:4])
+    rows = [
         {
             "number": case.number,
             "fault": case.title,
@@ -83,6 +85,7 @@ def scorecard(cases: list[Case]) -> list[dict[str, Any]]:
         }
         for case in cases
     ]
+    return {"seconds": round(seconds), "cpu_seconds": round(cpu), "cases": rows}
 
 
 def succeeded(result: dict[str, Any]) -> bool:
@@ -90,11 +93,15 @@ def succeeded(result: dict[str, Any]) -> bool:
     return result["passed"] and not any(without["passed"] for without in result["without"].values())
 
 
-def page(results: list[dict[str, Any]]) -> str:
+def page(results: dict[str, Any]) -> str:
     """The docs page."""
-    lines = [INTRODUCTION, f"**{sum(map(succeeded, results))} of {len(results)} pass.**\n"]
+    rows = results["cases"]
+    took = (
+        f"The last run took {results['seconds'] / 60:.1f} minutes and {results['cpu_seconds'] / 60:.1f} minutes of CPU"
+    )
+    lines = [INTRODUCTION, f"**{sum(map(succeeded, rows))} of {len(rows)} pass.** {took}.\n"]
     lines += ["| # | fault | passes when | result | seen | fails when switched off |", "|---|---|---|---|---|---|"]
-    for r in results:
+    for r in rows:
         without = "; ".join(
             f"`{name}`: {'**passes**' if w['passed'] else 'yes'} ({w['seen']})" for name, w in r["without"].items()
         )
@@ -111,18 +118,19 @@ def main() -> None:
     if arguments.one is not None:
         one(arguments.one)
         return
-    cases, started = load_cases(), time.monotonic()
+    cases = load_cases()
     chosen = [cases[int(number)] for number in arguments.only.split(",") if number] or [*cases.values()]
     results = scorecard(chosen)
-    for result in results:
+    for result in results["cases"]:
         print(f"{'pass' if succeeded(result) else 'FAIL'}  {result['number']:2}  {result['fault']}: {result['seen']}")
         for name, without in result["without"].items():
             print(f"          {name} off: {'PASSES' if without['passed'] else 'fails'}, {without['seen']}")
-    print(f"{sum(map(succeeded, results))} of {len(results)} in {time.monotonic() - started:.0f} s")
+    good = [*map(succeeded, results["cases"])]
+    print(f"{sum(good)} of {len(good)} in {results['seconds']} s, {results['cpu_seconds']} s of CPU")
     if not arguments.only:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         PAGE.write_text(page(results))
-    sys.exit(0 if all(map(succeeded, results)) else 1)
+    sys.exit(0 if all(good) else 1)
 
 
 if __name__ == "__main__":

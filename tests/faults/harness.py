@@ -57,7 +57,7 @@ def case(
     passes_when: str,
     protections: Sequence[str],
     short: bool = True,
-    limit: float = 240.0,
+    limit: float = 900.0,
 ) -> Callable[[Function], Function]:
     """Register a case; its function returns what was seen, for the table."""
 

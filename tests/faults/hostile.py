@@ -159,7 +159,10 @@ def runs(folder: Path, run: Path, marker: Path) -> int:
     for text in configs:
         copy = folder / "config"
         shutil.copytree(run, copy)
+        for older in sorted((copy / "checkpoints").iterdir())[:-1]:  # with a copy of the settings
+            shutil.rmtree(older)
         (copy / "config.yaml").write_text(text)
+        forged(copy, "config.yaml", text.encode())  # the copy in the checkpoint as well
         attack(text[:40], lambda copy=copy: load_run(copy, step=2), ScaleLongError)
         shutil.rmtree(copy)
     copy = folder / "upwards"

@@ -76,7 +76,9 @@ class Launched:
 
     def finish(self, seconds: float = 120.0) -> None:
         """Wait for a successful end."""
-        assert set(self.wait(seconds)) == {0}, self.log[-3000:]
+        codes = self.wait(seconds)
+        said = [line for line in self.log.splitlines() if line.startswith("error: ")]
+        assert set(codes) == {0}, f"exit codes {codes}, {said[-1] if said else ''}\n{self.log[-3000:]}"
 
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         """Wait until the records reach `step`; note all processes that exist then."""
@@ -143,12 +145,12 @@ def launch(
     return Launched(folder, pids)
 
 
-def torchrun(folder: Path, config: RunConfig, *options: str) -> Launched:
+def torchrun(folder: Path, config: RunConfig, *options: str, points: str = "") -> Launched:
     """The same on two ranks by torchrun, as a user starts it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [*options, "-m", "scalelong.cli.main", *arguments(folder, config)]
     with folder.with_suffix(".log").open("ab") as log:
-        process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, process_group=0)
+        process = subprocess.Popen(command, env=environment(points), stdout=log, stderr=log, process_group=0)
     return Launched(folder, [process.pid], process)
 
 

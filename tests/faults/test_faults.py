@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.faults.__main__ import PAGE, RESULTS, attempt, page
+from tests.faults.__main__ import PAGE, RESULTS, attempt, page, succeeded
 from tests.faults.harness import SHORT, load_cases
 
 
@@ -21,4 +21,9 @@ def test_the_fault_is_survived(number: int, monkeypatch) -> None:
 def test_the_page_shows_the_results_and_every_case_passes() -> None:
     results = json.loads(RESULTS.read_text())
     assert PAGE.read_text() == page(results)
-    assert [result["number"] for result in results] == list(load_cases())
+    rows, cases = results["cases"], load_cases()
+    assert [row["number"] for row in rows] == list(cases)
+    assert all(map(succeeded, rows))
+    for row, case in zip(rows, cases.values(), strict=True):
+        assert (row["fault"], row["passes_when"]) == (case.title, case.passes_when)
+        assert tuple(row["without"]) == case.protections

@@ -10,7 +10,8 @@ import pytest
 from scalelong.report import write_report
 from scalelong.runs import CHECKPOINTS, step_name
 from scalelong.runs.events import append_event
-from scalelong.runs.reader import checkpoints, read_run, read_runs, relative_oscillation, relative_spread
+from scalelong.runs.folder import checkpoints
+from scalelong.runs.reader import read_run, read_runs, relative_oscillation, relative_spread
 from scalelong.runs.settings import SamplingSettings
 from tests.report.runs import draw_grid, write_run
 

@@ -25,9 +25,8 @@ def good(loss: float) -> StepResult:
 
 
 def test_the_bad_samples_are_named() -> None:
-    suspects = find_suspects(
-        torch.tensor([1.0, math.nan, math.inf]), torch.tensor([7, 8, 9]), torch.tensor([0.1, 0.2, 0.3])
-    )
+    bad = torch.tensor([False, True, True])
+    suspects = find_suspects(bad, torch.tensor([7, 8, 9]), torch.tensor([0.1, 0.2, 0.3]))
     sentence = describe(5, math.nan, math.nan, suspects)
     assert sentence.startswith("step 5: the loss is not finite")
     assert "samples [8, 9] at t = [0.2, 0.3]" in sentence

@@ -10,7 +10,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from scalelong.errors import unknown_name
-from scalelong.runs.reader import read_config
+from scalelong.runs.folder import read_config
 from scalelong.runs.settings import SamplingSettings
 
 RunFolder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]

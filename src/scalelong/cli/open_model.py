@@ -16,8 +16,8 @@ import scalelong
 from scalelong.data.base import find_source
 from scalelong.errors import short, unknown_name
 from scalelong.files import check_manifest, read_json
+from scalelong.runs.folder import is_run, read_config
 from scalelong.runs.presets import EXPECTED, PRESETS, get_preset
-from scalelong.runs.reader import is_run, read_config
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import is_scaled
 from scalelong.skips.example import as_call, is_meta

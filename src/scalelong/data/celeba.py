@@ -56,7 +56,7 @@ def _partition(files: list[str], root: Path, split: str) -> list[str]:
     if split not in SPLITS:
         raise DataError(f"data.split: CelebA has {', '.join(SPLITS)}, not {split!r}")
     table, existing, chosen = tables[0], set(files), []
-    for number, line in enumerate(table.read_text().splitlines(), 1):
+    for number, line in enumerate(table.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         words = re.split(r"[,\s]+", line.strip())
         if words in ([""], ["image_id", "partition"]):
             continue

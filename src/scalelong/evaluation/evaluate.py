@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scalelong.data import DataError, Source, load_source
 from scalelong.data.latents import original_images
 from scalelong.diffusion import resolve_sampling
-from scalelong.errors import require
+from scalelong.errors import StoppedError, require
 from scalelong.evaluation.extractors import Extractor, InceptionFeatures, metric_name
 from scalelong.evaluation.frechet import KernelDistance, check_subsets, checked_features, kernel_distance
 from scalelong.evaluation.statistics import (
@@ -60,6 +60,7 @@ def evaluate_images(
     kid_subsets: int = 100,
     seed: int = 0,  # of KID's subsets
     total: int | None = None,  # number of images of all ranks; lets KID's subsets be checked before any is made
+    stopped: Callable[[], bool] = lambda: False,  # asked at the end: True if batches are missing
 ) -> Result:
     """Distance of uint8 images to the reference; under torch.distributed every rank passes its part and gets the result.
 
@@ -80,6 +81,8 @@ def evaluate_images(
         own.update(features)
         if kid_reference is not None:
             kept.append(features)
+    if torch.cat(all_parts(torch.tensor([stopped()]).float())).any():  # on one rank: all of them raise
+        raise StoppedError("evaluation: given up, the run was asked to stop")
     whole = own.gather()
     if kid_reference is not None:
         rows = torch.cat(all_parts(torch.cat(kept) if kept else torch.empty(0, reference.dim)))
@@ -128,6 +131,7 @@ def evaluate_run(
     kid_reference: Tensor | None = None,
     rank: int = 0,
     world_size: int = 1,
+    stop: Callable[[], bool] = lambda: False,  # asked before each batch; a StoppedError on every rank if it is True
 ) -> Evaluation:
     """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference.
 
@@ -139,18 +143,22 @@ def evaluate_run(
     started, n = time.perf_counter(), sampling.count
     part = range(n * rank // world_size, n * (rank + 1) // world_size)
     batches = run.sample_batches(sampling, condition, from_data=True, indices=part, seed=seed, progress=rank == 0)
-    sample_seconds = 0.0
+    sample_seconds, stopped = 0.0, False
 
     def timed() -> Iterator[Tensor]:
-        nonlocal sample_seconds
+        nonlocal sample_seconds, stopped
         before = time.perf_counter()
         for images in batches:
+            if stopped := stop():
+                return
             sample_seconds += time.perf_counter() - before
             yield images
             before = time.perf_counter()
 
-    subsets = {} if kid_reference is None else {"kid_subset_size": min(1000, n, len(kid_reference))}
-    result = evaluate_images(timed(), reference, extractor, kid_reference=kid_reference, total=n, **subsets)
+    options: dict[str, Any] = {"total": n, "stopped": lambda: stopped}
+    if kid_reference is not None:
+        options |= {"kid_reference": kid_reference, "kid_subset_size": min(1000, n, len(kid_reference))}
+    result = evaluate_images(timed(), reference, extractor, **options)
     return Evaluation(result, seed, sampling, run.weights, sample_seconds, time.perf_counter() - started)
 
 
@@ -199,7 +207,11 @@ class EvaluationObserver:
         trainer = self.trainer
         ranks = {"rank": trainer.ranks.process_index, "world_size": trainer.ranks.num_processes}
         about = (trainer.trained(), self.extractor, self.reference, self.sampling)
-        evaluation = evaluate_run(*about, condition=trainer.condition, **ranks)
+        try:
+            evaluation = evaluate_run(*about, condition=trainer.condition, stop=trainer.is_stopping, **ranks)
+        except StoppedError as stopped:  # the checkpoint comes first
+            logger.warning("step %d: %s", step, stopped)
+            return None
         return evaluation.record() | {"seconds": round(trainer.seconds, 3)}
 
 

@@ -133,9 +133,10 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, p
         (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         (stage / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n")
         (stage / CONFIG).write_text(to_yaml(replace(run.config, sampling=settings)))
-        (stage / "README.md").write_text(pipeline_card(read_run(run.folder), run.step, run.weights, settings, plain))
+        card = pipeline_card(read_run(run.folder), run.step, run.weights, settings, plain)
+        (stage / "README.md").write_text(card, encoding="utf-8")
         if not plain:
-            (stage / "pipeline.py").write_text(_pipeline_file())
+            (stage / "pipeline.py").write_text(_pipeline_file(), encoding="utf-8")
         write_manifest(stage)
     return Exported(folder, plain, needs_us, settings.sampler)
 
@@ -166,7 +167,7 @@ def _write_denoiser(model: Any, folder: Path, changed: bool) -> Component:
         name = type(model).__name__
         if not changed:
             return "diffusers", name
-        (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name))
+        (folder / "modeling_scaled.py").write_text(_SCALED_UNET.format(name=name), encoding="utf-8")
         return "modeling_scaled", f"Scaled{name}"
     config = scaling_of(model).config if is_scaled(model) else None
     scaling = {"method": config.method, "options": dict(config.options)} if config else None
@@ -177,7 +178,7 @@ def _write_denoiser(model: Any, folder: Path, changed: bool) -> Component:
     wrapped = UViTModel(sample_size=sizes.pop("image_size"), **sizes, **added)
     wrapped.uvit.load_state_dict(model.state_dict())
     wrapped.save_pretrained(folder)
-    (folder / "modeling_uvit.py").write_text(_uvit_file())
+    (folder / "modeling_uvit.py").write_text(_uvit_file(), encoding="utf-8")
     return "modeling_uvit", UViTModel.__name__
 
 

@@ -2,7 +2,7 @@
 
 config.yaml                 the settings (settings.py)
 metrics.jsonl               one record per line (events.py)
-checkpoints/step-00001000/  tensors, state.json and manifest.json (training/checkpoint.py)
+checkpoints/step-00001000/  tensors, state.json, config.yaml, manifest.json (training/checkpoint.py)
 samples/step-00001000.png   grids sampled during training
 .lock                       held by the process that trains into the folder
 """

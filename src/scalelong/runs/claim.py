@@ -11,8 +11,8 @@ from typing import IO
 
 from scalelong.files import inside, open_inside, remove_leftovers, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS, SAMPLES
-from scalelong.runs.reader import checkpoints, is_run
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml, to_yaml
+from scalelong.runs.folder import checkpoints, is_run, read_config
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, to_yaml
 
 _LEAST_FREE = 10e6  # bytes; the size of the checkpoints is checked once the model is built
 
@@ -26,7 +26,7 @@ def check_folder(folder: Path, config: RunConfig) -> None:
     for name in (CONFIG, METRICS, LOCK, CHECKPOINTS, SAMPLES):
         inside(folder, name)  # links out of the folder are refused
     if is_run(folder) and ((folder / METRICS).is_file() or checkpoints(folder)):  # it started
-        changed = {k: v for k, v in differences(from_yaml(folder / CONFIG), config).items() if k not in MAY_CHANGE}
+        changed = {k: v for k, v in differences(read_config(folder), config).items() if k not in MAY_CHANGE}
         if changed:
             lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
             raise ValueError(f"out: {folder / CONFIG} is of another configuration:\n{lines}\nchoose another folder")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import json
+import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import IO, Any
 
 from scalelong.files import atomic_write, inside, open_inside, write_text
 from scalelong.runs import METRICS
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_KIND = "checkpoint"  # records that a checkpoint was written at this step
 LONGEST_LINE = 2**20  # bytes; longer ones are damage
@@ -127,6 +131,22 @@ def cut_after(folder: Path, step: int) -> None:
             for record in each_event(folder):
                 if record is not None and record["step"] <= step:
                     file.write(json.dumps(record).encode() + b"\n")
+
+
+def fingerprint(folder: Path, size: int | None = None) -> dict[str, Any]:
+    """Size and sha256 of metrics.jsonl, or of its first `size` bytes; a checkpoint keeps them."""
+    if not inside(folder, METRICS).is_file():
+        return {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    with open_inside(folder, METRICS, mode="rb") as file:
+        content = file.read() if size is None else file.read(size)
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def check_fingerprint(folder: Path, stored: Mapping[str, Any]) -> None:
+    """Warn if the records that were there when a checkpoint was written are not as they were."""
+    if fingerprint(folder, stored["bytes"]) != stored:
+        changed = f"the first {stored['bytes']:,} bytes were damaged, cut or changed since the checkpoint was written"
+        logger.warning("%s: %s; training continues, but its curves may be wrong", folder / METRICS, changed)
 
 
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:

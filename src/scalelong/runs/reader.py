@@ -1,4 +1,4 @@
-"""Reading a run folder: its settings, checkpoints, sample grids and records."""
+"""Reading a run: its settings and records as numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from statistics import fmean, median
 import numpy as np
 
 from scalelong.files import inside
-from scalelong.runs import CHECKPOINTS, CONFIG, METRICS, SAMPLES, step_number
+from scalelong.runs import CONFIG, METRICS, SAMPLES
 from scalelong.runs.events import each_event, read_records
+from scalelong.runs.folder import by_step, is_run, read_config
 from scalelong.runs.records import (
     Measurement,
     Metric,
@@ -27,7 +28,7 @@ from scalelong.runs.records import (
     measurement,
     printable,
 )
-from scalelong.runs.settings import RunConfig, ScalingSettings, from_yaml
+from scalelong.runs.settings import RunConfig, ScalingSettings
 
 Column = tuple[list[int], list[float]]  # steps and values
 
@@ -40,22 +41,6 @@ MIDDLE = re.compile(r"(^|[._])(mid|middle|bottleneck|bottom|center|centre)", re.
 def middle_of(blocks: Sequence[str]) -> str:
     """The block at the bottom of a U, by its name or its place; empty for no blocks."""
     return next((block for block in blocks if MIDDLE.search(block)), blocks[len(blocks) // 2] if blocks else "")
-
-
-def is_run(folder: str | Path) -> bool:
-    return (Path(folder) / CONFIG).is_file()
-
-
-def read_config(folder: str | Path) -> RunConfig:
-    """The settings of a run."""
-    if not is_run(folder):
-        raise FileNotFoundError(f"{folder}: is not a run folder (no {CONFIG}); give one that scalelong train wrote")
-    return from_yaml(inside(Path(folder), CONFIG))
-
-
-def checkpoints(folder: str | Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, oldest first."""
-    return _by_step(path for path in inside(Path(folder), CHECKPOINTS).glob("step-*") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -169,7 +154,7 @@ class Run:
 
     def sample_grids(self) -> list[tuple[int, Path]]:
         """Step and file of each grid sampled during training."""
-        return list(_by_step(inside(self.folder, SAMPLES).glob("step-*.png")).items())
+        return list(by_step(inside(self.folder, SAMPLES).glob("step-*.png")).items())
 
 
 def read_run(folder: str | Path) -> Run:
@@ -262,12 +247,6 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     if not runs:
         raise ValueError("runs: nothing to show; " + "; ".join(refused))
     return runs, refused
-
-
-def _by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    known = (path for path in paths if not path.is_symlink())
-    found = {step: path for path in known if (step := step_number(path.stem)) is not None}
-    return dict(sorted(found.items()))
 
 
 def relative_oscillation(norms: Sequence[float]) -> float:

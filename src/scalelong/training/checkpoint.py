@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from scalelong.errors import CheckpointError as CheckpointError
 from scalelong.failpoints import failpoint, protected
 from scalelong.files import atomic_folder, file_digest, inside, remove_leftovers
-from scalelong.runs import CHECKPOINTS, MANIFEST, METRICS, step_name, step_number
+from scalelong.runs import CHECKPOINTS, CONFIG, MANIFEST, METRICS, step_name, step_number
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,16 @@ STATE = "state.json"
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
 
 
-def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int) -> None:
-    """Write folder/step-N and remove all but the newest `keep`; an error leaves those before as they were."""
+def save_checkpoint(
+    folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int, config: str = ""
+) -> None:
+    """Write folder/step-N and remove all but the newest `keep`; an error leaves those before as they were.
+
+    `config` is a copy of the run's config.yaml, for the case that it is lost.
+    """
     remove_leftovers(folder)
     try:
-        _write(folder / step_name(step), groups, state)
+        _write(folder / step_name(step), groups, state, config)
     except (OSError, SafetensorError) as error:
         intact = (
             f"{newest.name} is intact"
@@ -50,13 +55,15 @@ def save_checkpoint(folder: Path, step: int, groups: Tensors, state: dict[str, A
         shutil.rmtree(dropped)
 
 
-def _write(home: Path, groups: Tensors, state: dict[str, Any]) -> None:
+def _write(home: Path, groups: Tensors, state: dict[str, Any], config: str) -> None:
     with atomic_folder(home) as files:
         for name, tensors in groups.items():
             stored = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
             save_file(stored, files / f"{name}.safetensors")
             failpoint("save.after_tensors")
         (files / STATE).write_text(json.dumps(state) + "\n")
+        if config:
+            (files / CONFIG).write_text(config)
         failpoint("save.before_manifest")
         hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
         (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
@@ -74,7 +81,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
     wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
     for name in wanted if protected("checkpoint.verify") else ():
         if not inside(path, name).is_file() or file_digest(path / name) != hashes[name]:
-            raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {MANIFEST})")
+            raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {path / MANIFEST})")
     tensors = {}
     for name in wanted:
         if name.endswith(".safetensors"):

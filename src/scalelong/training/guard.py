@@ -94,6 +94,6 @@ class Guard:
 def describe(step: int, loss: float, gradient_norm: float, suspects: list[Suspect]) -> str:
     what = "loss" if not math.isfinite(loss) else "gradient"
     indices, times = [index for index, _ in suspects[:8]], [round(t, 4) for _, t in suspects[:8]]
-    shown = f"samples {indices} at t = {times}" if indices else "no single sample (every loss is finite)"
+    shown = f"samples {indices} at t = {times}" if indices else "no single sample (each alone is finite)"
     more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
     return f"step {step}: the {what} is not finite (loss {loss}, gradient norm {gradient_norm}); {shown}{more}"

@@ -6,13 +6,8 @@ import dataclasses
 import errno
 import logging
 import os
-import platform
-import shlex
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -30,8 +25,8 @@ from scalelong.files import inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
-from scalelong.runs.events import CHECKPOINT_KIND, Events
-from scalelong.runs.settings import Conditioning, RunConfig
+from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
+from scalelong.runs.settings import Conditioning, RunConfig, to_yaml
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (
@@ -45,7 +40,8 @@ from scalelong.training.checkpoint import (
 )
 from scalelong.training.condition import make_condition
 from scalelong.training.distillation import Distillation
-from scalelong.training.guard import Guard, NonFiniteError
+from scalelong.training.guard import Guard
+from scalelong.training.host import environment, stop_signals
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
 from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
@@ -53,7 +49,6 @@ from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate
 logger = logging.getLogger(__name__)
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C is meant
 _PATIENCE = 3.0  # seconds for a worker that hangs, once asked to stop
 
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
@@ -119,17 +114,11 @@ class Trainer:
                 self._events = Events(self.folder, self.step, training.wandb_project)
             if not resumed and "rewind" in (training.on_nonfinite, training.on_spike):
                 self._save()  # something to rewind to
-            self._record("start", _environment(self.device, self.ranks.num_processes, self.source.fingerprint))
+            self._record("start", environment(self.device, self.ranks.num_processes, self.source.fingerprint))
             bar = {"total": training.steps, "initial": self.step, "unit": "step", "desc": self.folder.name}
             self._bar = Progress(**bar, disable=not is_main)
-            with self._bar, self._stop_signals():
+            with self._bar, stop_signals(self._request_stop), self.ranks.explained():
                 self._train()
-        except (NonFiniteError, CheckpointError):
-            raise
-        except RuntimeError as error:
-            if (explained := self.ranks.explain(error)) is error:
-                raise
-            raise explained from error
         except OSError as error:  # metrics, samples
             if error.errno not in _DISK_ERRORS:
                 raise
@@ -151,10 +140,8 @@ class Trainer:
         while self.step < training.steps and not self.stopping:
             started = time.perf_counter()
             step = self.step + 1
-            batches, limit = (
-                islice(self._batches, training.accumulate),
-                self.guard.update_limit(self.pending is not None),
-            )
+            batches = islice(self._batches, training.accumulate)
+            limit = self.guard.update_limit(self.pending is not None)
             pending = self.stepper.compute(step, batches, self.stop_requested, limit)
             if not self._read_pending():  # of the step before
                 continue
@@ -221,7 +208,7 @@ class Trainer:
         return self.step == training.steps or any(self.step % interval == 0 for interval in every)
 
     def _write_due(self, last: bool) -> None:
-        """Write what is due after this step: a record, a grid of samples, a checkpoint."""
+        """Write what is due after this step: a record, a checkpoint, a grid of samples."""
         training, step = self.config.training, self.step
         if step % training.log_every == 0 or last:
             window, self.window = self.window, Window(since=self.seconds)
@@ -233,14 +220,14 @@ class Trainer:
             }
             self._bar.set_postfix(loss=f"{values['loss']:.4f}", img_s=f"{values['images_per_second']:.0f}")
             self._record("train", values)
-        if training.sample_every and (step % training.sample_every == 0 or last):
+        if step % training.checkpoint_every == 0 or last:
+            self._save()
+        if training.sample_every and (step % training.sample_every == 0 or last) and not self.stopping:
             if self.ranks.is_main_process:
                 options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
                 images = self.trained().sample(self.config.sampling, self.condition, **options)
                 save_grid(images, inside(self.folder, SAMPLES, f"{step_name(step)}.png"))
             self.ranks.barrier()
-        if step % training.checkpoint_every == 0 or last:
-            self._save()
 
     def _record(self, kind: str, values: Mapping[str, Any] | None) -> None:
         if values and self._events is not None:
@@ -264,7 +251,7 @@ class Trainer:
         return model_inputs(self.model, x, time_input, **condition)
 
     def _save(self) -> None:
-        if self.ranks.is_main_process:
+        if self._events is not None:
             tensors = {
                 "model": self.model.state_dict(),
                 "ema": self.ema.model.state_dict(),
@@ -281,9 +268,10 @@ class Trainer:
                 "window": vars(self.window),
                 "guard": self.guard.state(),
                 "scaler": self.stepper.scaler.state_dict(),
+                "records": fingerprint(self.folder),
             }
-            save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.training.keep)
-            assert self._events is not None
+            keep, config = self.config.training.keep, to_yaml(self.config)
+            save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, keep, config)
             self._events.write(self.step, CHECKPOINT_KIND, {})
         self.ranks.barrier()
 
@@ -301,6 +289,8 @@ class Trainer:
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             fits = f"{path}: does not fit this run ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             raise CheckpointError(f"{fits}; remove that folder to fall back to the one before") from error
+        if self.ranks.is_main_process and "records" in state:  # older checkpoints lack them
+            check_fingerprint(self.folder, state["records"])
         logger.info("resumed from %s", path)
         return True
 
@@ -320,27 +310,13 @@ class Trainer:
         self.step, self.seconds = state["step"], state["seconds"]
         self.ranks.step = self.step
 
-    @contextmanager
-    def _stop_signals(self) -> Iterator[None]:
-        """SIGTERM and the first Ctrl-C ask the loop to save and stop; another Ctrl-C seconds later interrupts at once."""
-        first = 0.0
+    def _request_stop(self) -> None:
+        self.stop_requested = True
+        self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
 
-        def handle(number: int, _frame: object) -> None:
-            nonlocal first
-            if number == signal.SIGINT and first and time.monotonic() - first > _SECOND_INTERRUPT:
-                raise KeyboardInterrupt  # not sooner: launchers repeat the signal that the terminal sent to all
-            if not first:
-                logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
-            first = first or time.monotonic()
-            self.stop_requested = True
-            self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def is_stopping(self) -> bool:
+        """True once any rank was asked to stop: what takes long, an evaluation, is given up then."""
+        return self.ranks.announced("stop", self.stop_requested)
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:
@@ -353,18 +329,3 @@ def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] =
     PosixPath('tiny-run')
     """
     return Trainer(config, folder, observers).run()
-
-
-def _environment(device: torch.device, ranks: int, data: str) -> dict[str, Any]:
-    """The start record: command, versions, device, and the fingerprint of the data."""
-    program = Path(sys.argv[0])
-    name = "scalelong" if program.parts[-3:] == ("scalelong", "cli", "main.py") else program.name
-    return {
-        "command": shlex.join([name, *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "ranks": ranks,
-        "data": data,
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from scalelong.failpoints import protected
+from scalelong.errors import ScaleLongError
+from scalelong.failpoints import failpoint, protected
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +30,17 @@ _BEAT_SECONDS = 2.0
 class Ranks:
     """This process among the ranks that torchrun or accelerate started; alone without them.
 
-    Each rank counts in the store that all share, from a thread. A rank that stops counting is dead or stopped; one that
-    counts may take as long as it needs in `barrier`, while gradients are waited for `timeout` seconds.
+    Each rank counts in the store that all share, from a thread. A rank that stops counting for `timeout` seconds is dead
+    or stopped, on this machine also one whose process is gone; one that counts may take as long as it needs in `barrier`,
+    while gradients are waited for `timeout` seconds.
     """
 
     _runs = 0
 
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
-        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit)  # the flag: CPU ranks need it
+        joined = _join(limit) if protected("ranks.names") else {}
+        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit, **joined)  # CPU ranks need the flag
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, told to the other ranks
@@ -42,6 +51,8 @@ class Ranks:
             Ranks._runs += 1  # a run of its own names in the store
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.distributed_c10d.PrefixStore(f"run {Ranks._runs}", store)
+            self._pids: dict[int, int] = {}  # of the ranks on this machine
+            self._store.set(f"process {self.process_index}", f"{os.getpid()} {_machine()}")
             self._store.set(str(self.process_index), "0 0")
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -63,8 +74,16 @@ class Ranks:
         while self._store.add(name, 0) < count:
             time.sleep(wait)
             wait = min(2 * wait, 0.2)
-            if wait == 0.2 and (silent := self._silent(self._timeout)):
+            if wait == 0.2 and (silent := self._silent(self._timeout)) and self._store.add(name, 0) < count:
                 raise RuntimeError(self._sentence(silent))
+
+    def announced(self, name: str, here: bool) -> bool:
+        """True if `here` was true on any rank; it is told to the others."""
+        if self.num_processes == 1:
+            return here
+        if here:
+            self._store.set(name, "")
+        return here or bool(self._store.check([name]))
 
     def close(self) -> None:
         """End the thread."""
@@ -78,6 +97,18 @@ class Ranks:
         yield
         if self.is_main_process:
             self.barrier()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Errors of the ranks' communication name the rank that caused them."""
+        try:
+            yield
+        except ScaleLongError:
+            raise
+        except RuntimeError as error:
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """The error with the rank that caused it, where another one is dead, stopped or behind; else as it is."""
@@ -102,16 +133,21 @@ class Ranks:
         return f"ranks: rank {names} {why}; training.rank_timeout is {self._timeout:g} s, run the same command again"
 
     def _silent(self, seconds: float) -> list[int]:
-        """The other ranks that have not counted for more than `seconds`."""
+        """The other ranks that are gone, or have not counted for more than `seconds`."""
         now = time.monotonic()
         reader = threading.Thread(target=self._read, daemon=True)  # the store itself may be on a rank that is stopped
         reader.start()
         reader.join(10)
-        return [rank for rank, (_, since) in self._seen.items() if rank != self.process_index and now - since > seconds]
+        others = [(rank, since) for rank, (_, since) in self._seen.items() if rank != self.process_index]
+        return [rank for rank, since in others if now - since > seconds or _is_gone(self._pids.get(rank))]
 
     def _read(self) -> None:
         with suppress(RuntimeError):  # the store is gone
             for rank in range(self.num_processes):
+                if rank not in self._pids and self._store.check([f"process {rank}"]):
+                    pid, machine = self._store.get(f"process {rank}").decode().split(" ", 1)
+                    if machine == _machine():
+                        self._pids[rank] = int(pid)
                 if self._store.check([str(rank)]):
                     value = self._store.get(str(rank)).decode()
                     if value != self._seen[rank][0]:
@@ -127,3 +163,49 @@ class Ranks:
                     for rank in set(self._silent(self._timeout / 2)) - warned:
                         warned.add(rank)
                         logger.warning("rank %d has not answered for %g s", rank, self._timeout / 2)
+
+
+def _machine() -> str:
+    """Where a process id means the same."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
+
+
+def _is_gone(pid: int | None) -> bool:
+    """True if the process has ended; False for None."""
+    try:
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _join(limit: timedelta) -> dict[str, Any]:
+    """The store of the launcher under a name that only the ranks of this attempt have, for init_process_group.
+
+    torchrun keeps its store when it restarts the ranks, so they would find the addresses of those that died
+    (github.com/pytorch/pytorch/issues/135712); its count of restarts may differ between machines. So the main rank draws
+    a name, answers whoever calls until all have confirmed it, and a call of a dead rank is answered in vain.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    store.set_timeout(limit)
+    mine, started = secrets.token_hex(8), time.monotonic()
+    if rank:
+        store.set(f"call {rank}", mine)
+        name = store.get(f"answer {mine}").decode()  # waits
+        store.set(f"{name} {rank}", "")
+    else:
+        failpoint("ranks.main_joins")
+        name, missing = mine, [*range(1, size)]
+        while missing := [rank for rank in missing if not store.check([f"{name} {rank}"])]:
+            for rank in missing:
+                if store.check([f"call {rank}"]):
+                    store.set(f"answer {store.get(f'call {rank}').decode()}", name)
+            if time.monotonic() - started > limit.total_seconds():
+                raise RuntimeError(
+                    f"ranks: {size} are to start, but {missing} did not within {limit.total_seconds():g} s"
+                )
+            time.sleep(0.01)
+        rank = 0
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]

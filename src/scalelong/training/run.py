@@ -26,7 +26,7 @@ from scalelong.errors import require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
-from scalelong.runs.reader import checkpoints, read_config
+from scalelong.runs.folder import checkpoints, read_config
 from scalelong.runs.settings import (
     Conditioning,
     DistillationSettings,

@@ -33,7 +33,7 @@ from scalelong.training.condition import Condition
 from scalelong.training.distillation import Distillation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Suspect = tuple[int, float]  # global sample index and t of a sample whose loss is not finite
+Suspect = tuple[int, float]  # global sample index and t of a sample whose loss or gradient is not finite
 
 
 class Stepper:
@@ -84,16 +84,38 @@ class Stepper:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                     extra = self.distillation(batch, condition) if self.distillation else 0.0
                 self.scaler.scale((loss.mean() + extra) / parts).backward()  # type: ignore[no-untyped-call]
-            samples.append((loss.detach(), batch.index, t))
+            samples.append((loss.detach(), batch, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
-        losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
-        shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
+        loss = torch.cat([loss for loss, _, _ in samples]).mean() / self.world_size
+        shared = torch.stack([loss, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1 and protected("step.share"):
             dist.all_reduce(shared)
-        suspects = functools.partial(find_suspects, losses, indices, times, self.world_size)
+        suspects = functools.partial(self._suspects, samples)
         return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
+
+    def _suspects(self, samples: list[tuple[Tensor, Batch, Tensor]]) -> list[Suspect]:
+        """The samples whose loss is not finite; where every loss is, those whose gradient is not. Before the update."""
+        index, t = torch.cat([batch.index for _, batch, _ in samples]), torch.cat([t for _, _, t in samples])
+        bad = ~torch.isfinite(torch.cat([loss for loss, _, _ in samples]))
+        if found := find_suspects(bad, index, t, self.world_size):
+            return found
+        bad = torch.cat([self._bad_gradients(batch) for _, batch, _ in samples])
+        return find_suspects(bad, index, t, self.world_size)
+
+    def _bad_gradients(self, batch: Batch) -> Tensor:
+        """True (B,) for each sample whose own gradient is not finite; computes them one by one."""
+        shape, seed = batch.images.shape[1:], self.config.training.seed
+        t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, shape)
+        condition, net, bad = self.condition.for_batch(batch), as_network(self.model), []
+        for i in range(len(t)):
+            given = {name: value[i : i + 1] for name, value in condition.items()}
+            with self.autocast:
+                loss = self.objective.loss(net, batch.images[i : i + 1], noise[i : i + 1], t[i : i + 1], **given)
+            gradients = torch.autograd.grad(loss.sum(), [*self.model.parameters()], allow_unused=True)
+            bad.append(not all(torch.isfinite(each).all() for each in gradients if each is not None))
+        return torch.tensor(bad, device=t.device)
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite or the loss is above its limit.
@@ -162,11 +184,10 @@ class Pending:
         return StepResult(loss, gradient_norm, stops > 0, overflow)
 
 
-def find_suspects(losses: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
-    """The samples of all ranks whose loss is not finite; the tensors (B,) are those of this rank."""
-    bad = ~torch.isfinite(losses)
+def find_suspects(bad: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
+    """The samples of all ranks that are marked as bad; the tensors (B,) are those of this rank."""
     parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
-    if world_size > 1:
+    if world_size > 1 and protected("step.share"):
         dist.all_gather_object(parts, parts[0])
     return [suspect for part in parts for suspect in part]
 
