@@ -93,7 +93,7 @@ def test_it_loads_without_complaint_and_asks_for_nothing(visit: Any, report: Pat
     opened = visit()
     assert [url for url in opened.requests if not url.startswith("data:")] == [report.as_uri()]
     charts = opened.page.locator(".chart")
-    assert charts.count() == 10
+    assert charts.count() == 11
     for i in range(charts.count()):
         assert charts.nth(i).locator("svg path.main").count() == 3
 
