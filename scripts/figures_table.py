@@ -1,4 +1,4 @@
-"""The tables of docs/figures.md, claims.md, stability.md and conditions.md from the results of the experiments.
+"""The tables of docs/figures.md, claims.md, should-i-use-it.md and reproduce.md from the results of the experiments.
 
 python scripts/figures_table.py            # writes them
 python scripts/figures_table.py --check    # fails if they are not those of the results
@@ -140,9 +140,9 @@ def main() -> None:
     for name in FIGURES:
         fill(DOCS / "figures.md", name, claims_table(name))
     fill(DOCS / "claims.md", "overview", overview())
-    fill(DOCS / "stability.md", "rules", rules_table())
+    fill(DOCS / "should-i-use-it.md", "rules", rules_table())
     for folder, columns in MEASURED.items():
-        fill(DOCS / "conditions.md", folder, measured_table(folder, columns))
+        fill(DOCS / "reproduce.md", folder, measured_table(folder, columns))
 
 
 if __name__ == "__main__":

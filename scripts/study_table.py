@@ -1,0 +1,320 @@
+"""What the long runs say, for README.md, docs/index.md and docs/should-i-use-it.md, and their picture.
+
+python scripts/study_table.py            # writes them from experiments/results and benchmarks/results
+python scripts/study_table.py --check    # fails if they are not those of the results
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments" / "study"))
+
+from figures_table import DOCS, RESULTS, fill  # noqa: E402
+from plot import Curve, comparable, relative, smoothed  # noqa: E402
+
+PIECE = "a-seed1"  # pieces of this network and training are compared
+CURVES, PICTURE = RESULTS / "study" / "curves.csv", DOCS / "assets" / "study.png"
+STEPS = range(10_000, 1_000_000, 10_000)
+NAMES = {"none": "unscaled", "cs kappa=0.7": "CS, kappa = 0.7", "ls": "LS"}
+LEVEL_LOSS, LEVEL_FID = 0.1, 1.0  # per cent, points: differences that are called none
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A method against the unscaled run on the same batches."""
+
+    method: str
+    seed: int
+    loss: Curve  # training loss relative to unscaled in per cent, mean of the 5,000 steps before
+    fid: Curve
+    base_fid: Curve
+
+    @property
+    def last(self) -> int:
+        return max(self.loss)
+
+    @property
+    def level_at(self) -> int | None:
+        """The first step at which the method is not behind."""
+        return next((step for step in sorted(self.loss) if self.loss[step] <= 0), None)
+
+
+def pairs() -> dict[str, list[Pair]]:
+    """By method, one pair for each seed, the longest; the unscaled run is that of the piece, or else of the seed."""
+    runs: dict[tuple[str, str, int], dict[str, Curve]] = {}
+    for row in comparable(RESULTS / "study", PIECE):
+        run = runs.setdefault((row["experiment"], row["method"], int(row["seed"])), {"train_loss": {}, "fid": {}})
+        for column, curve in run.items():
+            if row[column]:
+                curve[int(row["step"])] = float(row[column])
+    found: dict[str, dict[int, Pair]] = {}
+    for (piece, method, seed), run in runs.items():
+        bases = [base for (_, name, s), base in runs.items() if name == "none" and s == seed]
+        base = runs.get((piece, "none", seed)) or max(bases, key=lambda each: len(each["train_loss"]), default=None)
+        if method == "none" or base is None:
+            continue
+        loss = relative(smoothed(run["train_loss"]), smoothed(base["train_loss"]))
+        pair = Pair(method, seed, loss, run["fid"], base["fid"])
+        known = found.setdefault(method, {})
+        if seed not in known or known[seed].last < pair.last:
+            known[seed] = pair
+    return {method: [each[seed] for seed in sorted(each)] for method, each in found.items()}
+
+
+def name(method: str) -> str:
+    return NAMES.get(method, f"`{method}`")
+
+
+def at_end(found: list[Pair], end: int) -> tuple[float, float, float, int]:
+    """Loss in per cent, FID, FID of unscaled, and the number of seeds, of the runs that reach this step."""
+    there = [pair for pair in found if pair.last >= end and end in pair.fid and end in pair.base_fid]
+    means = (fmean(values) for values in zip(*((p.loss[end], p.fid[end], p.base_fid[end]) for p in there), strict=True))
+    return (*means, len(there))  # type: ignore[return-value]
+
+
+def verdict(loss: float, fid: float, base: float) -> str:
+    """How a method ends: the loss and FID must agree for more than "level" or "undecided"."""
+    places = {_sign(loss, LEVEL_LOSS), _sign(fid - base, LEVEL_FID)}
+    if places == {0}:
+        return "level with"
+    return "undecided against" if places >= {-1, 1} else "ahead of" if -1 in places else "behind"
+
+
+def _sign(value: float, limit: float) -> int:
+    return 0 if abs(value) < limit else 1 if value > 0 else -1
+
+
+def headline(found: Mapping[str, list[Pair]]) -> str:
+    """One paragraph: how the main methods end, and who leads when."""
+    end = max(pair.last for each in found.values() for pair in each)
+    main = [method for method in ("cs kappa=0.7", "ls") if any(pair.last >= end for pair in found[method])]
+    said, seeds = [], 0
+    for method in main:
+        loss, fid, base, seeds = at_end(found[method], end)
+        said.append(
+            f"{name(method).replace(',', ' with')} ends {verdict(loss, fid, base)} the unscaled network (training loss "
+            f"{loss:+.2f}%, FID {fid:.1f} against {base:.1f})"
+        )
+    level = [pair.level_at for pair in found["cs kappa=0.7"]]
+    early = (
+        f"Up to {_steps(level)} steps the unscaled network leads" if None not in level else "Unscaled leads early on"
+    )
+    lead = -min(min(pair.loss.values()) for pair in found["cs kappa=0.7"])
+    return (
+        f"After {end:,} steps of a U-ViT of width 256 on CIFAR-10 ({_plural(seeds, 'seed')}), {' and '.join(said)}. "
+        f"{early}; later CS is at most {lead:.1f}% ahead ({_plural(len(level), 'seed')})."
+    )
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _steps(values: list[int | None]) -> str:
+    low, high = (f"{f(v for v in values if v is not None):,}" for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def loss_table(found: Mapping[str, list[Pair]]) -> str:
+    last = max(pair.last for each in found.values() for pair in each)
+    steps = [step for step in STEPS if step <= last]
+    lines = [f"| loss | seed | {' | '.join(f'{step // 1000}k' for step in steps)} |", "|---" * (len(steps) + 2) + "|"]
+    for method, each in found.items():
+        for pair in each:
+            cells = [f"{pair.loss[step]:+.2f}%" if step in pair.loss else "" for step in steps]
+            lines.append(f"| {name(method)} | {pair.seed} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fid_table(found: Mapping[str, list[Pair]]) -> str:
+    """FID at the steps of the plan, and the last of each run, method by method and seed by seed."""
+    rows: dict[tuple[str, int], Curve] = {}
+    for method, each in found.items():
+        for pair in each:
+            rows.setdefault(("none", pair.seed), pair.base_fid)
+            rows[method, pair.seed] = pair.fid
+    steps = [10_000, 25_000, 50_000, 100_000]
+    lines = ["| FID-10k | seed | 10k | 25k | 50k | 100k | last before |", "|---|---|---|---|---|---|---|"]
+    for (method, seed), fid in sorted(rows.items(), key=lambda row: (["none", *found].index(row[0][0]), row[0][1])):
+        cells = [f"{fid[step]:.1f}" if step in fid else "" for step in steps]
+        last = max(fid)
+        cells.append("" if last in steps else f"{fid[last]:.1f} at {last:,}")
+        lines.append(f"| {name(method)} | {seed} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def advice(found: Mapping[str, list[Pair]]) -> str:
+    """The decision table: situation, what to use, what to expect."""
+    cs = found["cs kappa=0.7"]
+    early = [pair.loss[10_000] for pair in cs]
+    middle = [pair.loss[step] for pair in cs for step in range(40_000, 70_001, 10_000) if step in pair.loss]
+    end = max(pair.last for pair in cs)
+    loss, fid, base, seeds = at_end(cs, end)
+    level = _steps([pair.level_at for pair in cs])
+    short = {m: _fids(RESULTS / "cifar10-uvit-s2-batch64" / m / "metrics.jsonl") for m in ("none", "cs")}
+    classes = {row["run"]: row["value"] for row in _table("conditional-gpu") if row["guidance"] == 1}
+    variants = json.loads((RESULTS / "after-norm-gpu" / "summary.json").read_text())["variants"]
+    plain, before, after = (
+        variants[v]["test_loss"]["mean"] for v in ("none", "cs before the norm", "cs after the norm")
+    )
+    tuned = {float(row["kappa"]): float(row["fid"]) for row in _rows("skip_tuning.csv") if row["method"] == "cs"}
+    ls = ", ".join(f"{pair.loss[pair.last]:+.2f}% (seed {pair.seed}, {pair.last:,} steps)" for pair in found["ls"])
+    rows = [
+        (
+            "U-ViT of width 256, depth 12; batch 128, rate 2e-4; under 30,000 steps",
+            "no scaling",
+            f"CS 0.7 has {min(early):+.1f}% to {max(early):+.1f}% loss at 10,000 steps and draws level at {level} "
+            f"({_plural(len(cs), 'seed')})",
+        ),
+        (
+            "the same, 40,000 to 70,000 steps",
+            "CS 0.7 or none",
+            f"CS {min(middle):+.2f}% to {max(middle):+.2f}% training loss; FID undecided (see below)",
+        ),
+        (
+            f"the same, {end:,} steps",
+            "either",
+            f"CS {verdict(loss, fid, base)} none: loss {loss:+.2f}%, FID {fid:.1f} against {base:.1f} "
+            f"({_plural(seeds, 'seed')})",
+        ),
+        (
+            "U-ViT-S/2, batch 64, 8,000 steps",
+            "no scaling",
+            f"FID {short['none'][8000]:.1f} unscaled, {short['cs'][8000]:.1f} with CS 0.5; by class "
+            f"{classes['none, seed 0']:.1f}, CS 0.5 {classes['cs 0.5, seed 0']:.1f}, LS "
+            f"{classes['ls, seed 0']:.1f} (1 seed each)",
+        ),
+        (
+            "UNet with GroupNorms (DDPM's), 800 steps",
+            "no scaling",
+            f"CS 0.5 {100 * (before / plain - 1):+.1f}% test loss, with `after_norm` "
+            f"{100 * (after / plain - 1):+.1f}% (3 seeds)",
+        ),
+        ("LS instead of CS", "not for its loss", f"training loss at the end: {ls}"),
+        (
+            "a network that was trained without scaling",
+            "no scaling",
+            f"CS 0.9 at sampling raises its FID from {tuned[1.0]:.1f} to {tuned[0.9]:.1f}, CS 0.7 to "
+            f"{tuned[0.7]:.1f} (1 seed)",
+        ),
+        (
+            "weights that were trained with a scaling",
+            "the same scaling",
+            "it is part of the function; loading checks it",
+        ),
+        (
+            "300,000 steps and more; depth 20 and more; batch 32; rates at which training diverges",
+            "try both",
+            "the paper reports gains there; not measured here (in the queue of the study)",
+        ),
+    ]
+    lines = ["| training | use | measured |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def _fids(path: Path) -> dict[int, float]:
+    records = map(json.loads, path.read_text().splitlines())
+    return {record["step"]: record["value"] for record in records if record["kind"] == "evaluation"}
+
+
+def _table(folder: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / folder / "summary.json").read_text())["table"]
+    return rows
+
+
+def _rows(file: str) -> list[dict[str, str]]:
+    with (RESULTS / "study" / file).open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def cost_table() -> str:
+    lines = ["| compiled training step of U-ViT-S/2, H200 | none | CS | LS |", "|---|---|---|---|"]
+    for batch in (64, 128):
+        path = ROOT / "benchmarks" / "results" / f"train_step_{batch}.json"
+        ms = {row["what"].partition(",")[0]: row["ms"] for row in json.loads(path.read_text())["rows"]}
+        more = [f"{100 * (ms[m] / ms['none'] - 1):+.1f}%" if m in ms else "not measured" for m in ("cs", "ls")]
+        lines.append(f"| batch {batch} | {ms['none']:.1f} ms | {' | '.join(more)} |")
+    return "\n".join(lines)
+
+
+def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
+    """Loss against unscaled, and FID; one colour for a method, one line for a seed."""
+    from matplotlib.figure import Figure
+
+    from scalelong.report.colours import colour
+
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    left.axhline(0, color=colour("none"), linewidth=2, label=NAMES["none"])
+    order = sorted(found, key=[*NAMES, *found].index)
+    shown = {method: found[method] for method in order if len(found[method]) > 1}
+    for method, each in shown.items():
+        for i, pair in enumerate(each):
+            steps = [step for step in sorted(pair.loss) if step >= 8_000]
+            style = {"color": colour(method), "linewidth": 1.8, "alpha": 0.95 if i else 0.6}
+            left.plot(steps, [pair.loss[step] for step in steps], label=None if i else name(method), **style)
+            at = pair.level_at
+            if at is not None:
+                left.plot(at, pair.loss[at], "o", color=colour(method), markersize=6)
+    marks = [pair.level_at for each in shown.values() for pair in each if pair.level_at is not None]
+    if marks:
+        text = f"level at {_steps(marks)} steps"
+        line = {"arrowstyle": "-", "color": "#888"}
+        left.annotate(
+            text, (max(marks), -0.01), xytext=(max(marks), -0.42), fontsize=9.5, color="#333", arrowprops=line
+        )
+    left.set(ylim=(-0.5, 1.5), xlim=(8_000, None))
+    left.set_title("training loss, % above the unscaled network's", fontsize=11, loc="left")
+    bases = {pair.seed: pair.base_fid for each in shown.values() for pair in each}
+    lines = [("none", i, curve) for i, curve in enumerate(bases.values())]
+    lines += [(method, i, pair.fid) for method, each in shown.items() for i, pair in enumerate(each)]
+    for method, i, curve in lines:
+        style = {"color": colour(method), "markersize": 5, "linewidth": 1.8, "alpha": 0.95 if i else 0.6}
+        right.plot(list(curve), list(curve.values()), "o-", **style)
+    right.set_yscale("log")
+    right.set_yticks((30, 40, 60, 80, 100), labels=("30", "40", "60", "80", "100"))
+    right.minorticks_off()
+    left.legend(frameon=False, fontsize=10)
+    right.set_title("FID-10k of the averaged weights", fontsize=11, loc="left")
+    for axes in (left, right):
+        axes.set_xlabel("training steps; one line for each seed", fontsize=9.5)
+        axes.xaxis.set_major_formatter(lambda step, _position: f"{step / 1000:g}k")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(PICTURE, dpi=130, facecolor="white", metadata={"Description": digest})
+
+
+def picture_digest() -> str:
+    """Of the table that the picture was drawn from."""
+    from PIL import Image
+
+    with Image.open(PICTURE) as image:
+        return str(image.info.get("Description", ""))
+
+
+def main() -> None:
+    found, digest = pairs(), hashlib.sha256(CURVES.read_bytes()).hexdigest()
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        fill(page, "headline", headline(found))
+    page = DOCS / "should-i-use-it.md"
+    fill(page, "advice", advice(found))
+    fill(page, "costs", cost_table())
+    fill(page, "study", f"{loss_table(found)}\n\n{fid_table(found)}")
+    if "--check" not in sys.argv:
+        draw(found, digest)
+    elif picture_digest() != digest:
+        sys.exit(f"{PICTURE.relative_to(ROOT)} was drawn from another curves.csv; run scripts/study_table.py")
+
+
+if __name__ == "__main__":
+    main()
