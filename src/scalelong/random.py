@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,13 +34,18 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+@lru_cache(maxsize=256)
+def _key(seed: int, stream: str) -> int:
+    """The common part of the key, computed on the CPU: a copy to a GPU would wait for it."""
+    start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device="cpu")
+    return int(_mix(_mix(start[0] * _GOLDEN) + start[1]))
+
+
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
     """64 random bits per element, (B, *shape) int64; `index` is (B,) int64, the rest of the key is common."""
     if not protected("random.counter"):
         return torch.randint(-(2**63), 2**63 - 1, (index.shape[0], *shape), device=index.device)
-    start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device=index.device)
-    key = _mix(_mix(start[0] * _GOLDEN) + start[1])
-    key = _mix(key + _mix(index.to(torch.int64) * _GOLDEN + 1))
+    key = _mix(_key(seed, stream) + _mix(index.to(torch.int64) * _GOLDEN + 1))
     counter = torch.arange(1, math.prod(shape) + 1, device=index.device)
     bits = _mix(key[:, None] + counter * _GOLDEN)
     return bits.view(index.shape[0], *shape)
