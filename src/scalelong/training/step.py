@@ -52,7 +52,8 @@ class Stepper:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
         self.model, self.condition, self.distillation = model, condition or Condition(device), distillation
         self.scaling = scaling_of(model)
-        self.optimizers = make_optimizers(config.optimizer, model, device)
+        self.parameters = list(model.parameters())  # walking through the modules takes longer than clipping
+        self.optimizers = make_optimizers(config.optimizer, model)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
@@ -87,7 +88,7 @@ class Stepper:
             samples.append((loss.detach(), batch.index, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm or math.inf)
         losses, indices, times = (torch.cat(parts) for parts in zip(*samples, strict=True))
         shared = torch.stack([losses.mean() / self.world_size, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1 and protected("step.share"):
@@ -212,28 +213,35 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
         self.source, self.decay = model, decay
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._weights: tuple[list[Tensor], list[Tensor]] = ([*self.model.parameters()], [*model.parameters()])
+        pairs = zip(self.model.modules(), model.modules(), strict=True)
+        self._buffers = [(mine, theirs, key) for mine, theirs in pairs for key, b in theirs._buffers.items() if b is not None]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Average in the weights after optimizer step `step`; buffers are copied."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        average: list[Tensor] = [*self.model.parameters()]
-        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
-        for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
-            mine.copy_(theirs)
+        torch._foreach_lerp_(*self._weights, 1 - self.decay_at(step))
+        self.copy_buffers()
+
+    def decay_at(self, step: int) -> float:
+        return min(self.decay, (1 + step) / (10 + step))
+
+    def copy_buffers(self) -> None:
+        for mine, theirs, name in self._buffers:
+            mine.get_buffer(name).copy_(theirs.get_buffer(name))
 
 
-def make_optimizers(settings: OptimizerSettings, model: nn.Module, device: torch.device) -> list[torch.optim.Optimizer]:
+def make_optimizers(settings: OptimizerSettings, model: nn.Module) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters; or Muon for the weights of linear layers, with updates as large as AdamW's, and AdamW for
     the others: embeddings, convolutions, norms, biases, and the output layer of the U-ViT."""
-    decay, fused = settings.weight_decay, device.type == "cuda"
+    decay = settings.weight_decay
     if settings.name == "adamw":
         groups = param_groups(model, settings.lr, decay)
-        return [torch.optim.AdamW(groups, settings.lr, settings.betas, fused=fused)]
+        return [torch.optim.AdamW(groups, settings.lr, settings.betas, fused=True)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     matrices = {id(module.weight) for name, module in layers if name != "decoder_pred"}
     muon, other = ([p for p in model.parameters() if (id(p) in matrices) == chosen] for chosen in (True, False))
-    adamw = torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=fused)
+    adamw = torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=True)
     return [adamw, torch.optim.Muon(muon, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
 
 
