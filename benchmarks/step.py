@@ -8,8 +8,8 @@ loop     bf16, torch.compile with CUDA graphs, fused AdamW, foreach average: the
 unet     diffusers' UNet2DModel as its example for unconditional images trains it, in fp16
 trainer  `scalelong.training.Trainer` as `scalelong train` runs it: data, times, noise, guard, average, records
 
-All in one run, because only ratios within a run mean something. On a CPU everything is eager float32, and windows of the peers
-and of the trainer take turns. Rows are written as they come, so a run that is cut off keeps what it measured.
+All in one run, because only ratios within a run mean something. On a CPU everything is eager float32, and windows of the
+trainer and of its peers take turns. Rows are written as they come, so a run that is cut off keeps what it measured.
 """
 
 from __future__ import annotations
