@@ -144,9 +144,10 @@ class FastStepper(Stepper):
         trained = dict(network.named_parameters())
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.trained = [trained[names[id(parameter)]] for parameter in optimizer.parameters]
-        self._same_dtype: dict[torch.dtype, list[int]] = {}  # torch copies many tensors at once only from one dtype
+        same: dict[torch.dtype, list[int]] = {}  # torch copies many tensors at once only from one dtype
         for i, parameter in enumerate(self.trained):
-            self._same_dtype.setdefault(parameter.dtype, []).append(i)
+            same.setdefault(parameter.dtype, []).append(i)
+        self._homes = [([optimizer.view(optimizer.gradient, i) for i in part], part) for part in same.values()]
         self.net = as_network(network)
         self._losses: Any = torch.compile(self._loss, dynamic=False) if self.device.type == "cuda" else self._loss
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -185,8 +186,7 @@ class FastStepper(Stepper):
         found = torch.autograd.grad(losses.mean(), self.trained, materialize_grads=True)
         flat = self.optimizer.gradient
         with torch.no_grad():
-            for numbers in self._same_dtype.values():
-                homes = [self.optimizer.view(flat, i) for i in numbers]
+            for homes, numbers in self._homes:
                 torch._foreach_copy_(homes, [found[i] for i in numbers])
             norm = torch.linalg.vector_norm(flat)
             if self.config.optimizer.clip_norm:
