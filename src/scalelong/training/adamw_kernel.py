@@ -26,19 +26,19 @@ def _update(
     correction1, correction2 = tl.load(numbers + 1), tl.load(numbers + 2)
     w = tl.load(weights + index, mask=inside, other=0.0)
     g = tl.load(gradient + index, mask=inside, other=0.0)
-    first = tl.load(m + index, mask=inside, other=0.0)
-    second = tl.load(v + index, mask=inside, other=0.0)
-    first += (g - first) * rest1
-    second = second * beta2 + g * g * rest2
+    old_first = tl.load(m + index, mask=inside, other=0.0)
+    old_second = tl.load(v + index, mask=inside, other=0.0)
+    first = old_first + (g - old_first) * rest1
+    second = old_second * beta2 + g * g * rest2
     moved = w * shrink - lr / correction1 * first / (tl.sqrt(second) / correction2 + eps)
     w = tl.where(usable, moved, w)
-    tl.store(m + index, first, mask=inside & usable)
-    tl.store(v + index, second, mask=inside & usable)
-    tl.store(weights + index, w, mask=inside & usable)
+    tl.store(weights + index, w, mask=inside)
+    tl.store(m + index, tl.where(usable, first, old_first), mask=inside)
+    tl.store(v + index, tl.where(usable, second, old_second), mask=inside)
     mean = tl.load(average + index, mask=inside, other=0.0)
     tl.store(average + index, mean + (w - mean) * rest, mask=inside)
     if LOW:
-        tl.store(low + index, w.to(low.dtype.element_ty), mask=inside & usable)
+        tl.store(low + index, w.to(low.dtype.element_ty), mask=inside)
 
 
 def update_flat(

@@ -89,12 +89,12 @@ class FlatAdamW(torch.optim.AdamW):
             part = slice(self._starts[first], self._starts[done])
             flat = [t[part] for t in (self.weights, self.gradient, self._m, self._v, self.average)]
             low = None if self.low is self.weights else self.low[part]
-            update = update_flat if self._kernel is None else self._kernel.update_flat
+            update: Any = update_flat if self._kernel is None else self._kernel.update_flat
             rates = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
             update(*flat, low, self._counts[first], usable, *rates, decay)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy the moments into the flat tensors; call it after the weights are loaded."""
         stored = state_dict["state"]
         for i, parameter in enumerate(self.parameters):
@@ -204,7 +204,7 @@ class FastStepper(Stepper):
 
     def _capture(self, inputs: dict[str, Tensor]) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compiles, and lets libraries allocate what they need

@@ -43,7 +43,7 @@ def scattered(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     """Whole tensors, named as parameters or as parameter/entry, spread as the parameters are; all ranks take part."""
     like, found = model.state_dict(), {}
     for name, tensor in tensors.items():
-        target = like.get(name.rpartition("/")[0] or name)
+        target: Any = like.get(name.rpartition("/")[0] or name)
         is_shard = hasattr(target, "placements") and tensor.shape == target.shape
         found[name] = _spread(tensor, target) if is_shard else tensor
     return found
