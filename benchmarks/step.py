@@ -46,6 +46,7 @@ class Benchmark:
     peer_methods: tuple[str, ...] = ("none",)  # of the recipe and the loop
     cases: tuple[str, ...] = ("recipe", "loop", "unet", "trainer")
     compile: tuple[str, ...] = ("step",)  # of the trainer: off, default, reduce-overhead, step
+    attention: str = ""  # torch's kernel for all cases on a GPU: cudnn, flash, mem_efficient; default: torch's choice
     windows: int = 9
     steps: int = 20  # in a window
     cpu: bool = False
@@ -290,6 +291,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = Results(command, device)
     if device.type == "cuda":
+        for name in ("cudnn", "flash", "mem_efficient", "math") if command.attention else ():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == command.attention)
         on_a_gpu(command, device, results)
     else:
         on_a_cpu(command, results)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from scalelong.failpoints import protected
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_keys: dict[tuple[int, str], int] = {}  # by seed and stream
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -34,11 +34,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-@lru_cache(maxsize=256)
 def _key(seed: int, stream: str) -> int:
-    """The common part of the key, computed on the CPU: a copy to a GPU would wait for it."""
-    start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device="cpu")
-    return int(_mix(_mix(start[0] * _GOLDEN) + start[1]))
+    """The common part of the key, computed once on the CPU: a copy to a GPU would wait for it."""
+    if (seed, stream) not in _keys:
+        start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device="cpu")
+        _keys[seed, stream] = int(_mix(_mix(start[0] * _GOLDEN) + start[1]))
+    return _keys[seed, stream]
 
 
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:

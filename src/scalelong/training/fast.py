@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.backbones import as_network
+from scalelong.backbones import UViT, as_network
 from scalelong.data import Batch
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.parametrization import param_groups
@@ -174,15 +174,15 @@ class FastStepper(Stepper):
     def clear(self) -> None:
         """Gradients are overwritten by the next step."""
 
-    def _loss(self, images: Tensor, noise: Tensor, t: Tensor, **condition: Tensor) -> Tensor:
+    def _loss(self, images: Tensor, index: Tensor, **condition: Tensor) -> tuple[Tensor, Tensor]:
+        shape, seed = images.shape[1:], self.config.training.seed
+        t, noise = draw_time_and_noise(self.objective.process, seed, index, shape)
         with autocast(self.device, self.dtype):
-            return self.objective.loss(self.net, images, noise, t, **condition)
+            return self.objective.loss(self.net, images, noise, t, **condition), t
 
     def _run(self, images: Tensor, index: Tensor, **condition: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(losses (B,), times (B,), norm of the gradient); the gradient is left in its flat tensor."""
-        shape, seed = images.shape[1:], self.config.training.seed
-        t, noise = draw_time_and_noise(self.objective.process, seed, index, shape)
-        losses = self._losses(images, noise, t, **condition)
+        losses, t = self._losses(images, index, **condition)
         found = torch.autograd.grad(losses.mean(), self.trained, materialize_grads=True)
         flat = self.optimizer.gradient
         with torch.no_grad():
@@ -204,6 +204,8 @@ class FastStepper(Stepper):
 
     def _capture(self, inputs: dict[str, Tensor]) -> None:
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        with torch.no_grad():
+            self._loss(**self._inputs)  # what is computed once and kept, such as random keys, is not compiled
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -229,4 +231,13 @@ def low_precision_copy(model: nn.Module, optimizer: FlatAdamW) -> nn.Module:
                 new = nn.Parameter(optimizer.view(home, number[id(parameter)]), parameter.requires_grad)
                 mine._parameters[key] = made.setdefault(id(parameter), new)
         mine._buffers.update(theirs._buffers)
+        if isinstance(theirs, UViT):
+            mine.in_blocks[0].register_forward_pre_hook(_to_low_precision)  # type: ignore[operator, union-attr, index]
     return network
+
+
+def _to_low_precision(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Forward-pre-hook: tokens in the dtype of autocast, as its products leave them behind the first join anyway."""
+    device = inputs[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs[0].dtype
+    return inputs[0].to(dtype), *inputs[1:]
