@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ METHODS = ("none", "cs", "ls")
 class Benchmark:
     factors: tuple[str, ...] = ("depth", "tokens", "batch", "checkpointing", "preset", "ranks")
     compile: str = "step"  # of the step on a GPU: off, default, reduce-overhead, step
-    windows: int = 5
-    steps: int = 0  # in a window; 0: 10 on a GPU, 3 on a CPU
+    windows: int = 9
+    steps: int = 0  # in a window; 0: 10 on a GPU, 1 on a CPU
     cpu: bool = False
     out: str = ""
 
@@ -129,7 +130,7 @@ class Measured:
 def rows_of(factor: str, value: Any, case: Case, command: Benchmark, device: torch.device) -> list[dict[str, Any]]:
     """One row per method."""
     on_gpu = device.type == "cuda"
-    timing = (command.windows, command.steps or (10 if on_gpu else 3))
+    timing = (command.windows, command.steps or (10 if on_gpu else 1))
     mode = command.compile if on_gpu else "off"
     rows = [{"factor": factor, "value": value, "method": method, **dataclasses.asdict(case)} for method in METHODS]
     if on_gpu:  # one at a time: the peak memory is that of one
@@ -146,7 +147,9 @@ def rows_of(factor: str, value: Any, case: Case, command: Benchmark, device: tor
         return rows
     measured = [Measured(case, method, mode, device) for method in METHODS]
     steps: list[Step] = [each.step for each in measured]
-    for row, each, times in zip(rows, measured, windows(steps, device, *timing, warm_up=1), strict=True):
+    found = windows(steps, device, *timing, warm_up=1)
+    for row, each, times in zip(rows, measured, found, strict=True):
+        row["over_none"] = statistics.median(a / b for a, b in zip(times, found[0], strict=True))  # window by window
         row |= spread(times) | {"activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters}
     return rows
 

@@ -87,7 +87,8 @@ def growth_table(rows: Rows, on_gpu: bool) -> str:
         here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
         plain = here["none"]
         memory = f"{plain['peak_gib']:.1f} GiB" if on_gpu else f"{plain['activation_mib']:.1f} MiB"
-        over = [f"{here[method]['ms'] / plain['ms'] - 1:+.1%}" for method in ("cs", "ls")]
+        ratios = [here[method].get("over_none", here[method]["ms"] / plain["ms"]) for method in ("cs", "ls")]
+        over = [f"{ratio - 1:+.1%}" for ratio in ratios]
         lines.append((f"{factor} {value}", ms(plain), *over, memory if factor != "ranks" else ""))
     return table(("", "ms per step, none", "cs", "ls", "peak memory" if on_gpu else "activations"), lines)
 
