@@ -13,11 +13,11 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
+from measure import about, write
 from torch import nn
 
 import scalelong
@@ -88,7 +88,7 @@ def forward_ratios(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     command = tyro.cli(Benchmark, description=__doc__)
-    result: dict[str, Any] = {"torch": torch.__version__, "apply_seconds": {}}
+    result: dict[str, Any] = {**about(torch.device("cpu")), "apply_seconds": {}}
     for name in ("SD-1.5", "SDXL"):
         model = stable_diffusion(name)
         for method in ("cs", "ls"):
@@ -98,8 +98,7 @@ def main() -> None:
             scalelong.remove(model)
     result["forward_time_over_untouched"] = forward_ratios(command.rounds)
     print(json.dumps(result, indent=1))
-    if command.out:
-        Path(command.out).write_text(json.dumps(result, indent=1) + "\n")
+    write(command.out, result)
 
 
 if __name__ == "__main__":

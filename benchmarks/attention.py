@@ -6,14 +6,13 @@ python benchmarks/attention.py --out benchmarks/results/attention.json
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import tyro
+from measure import about, windows, write
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -35,9 +34,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/attention.py: needs a GPU")
     rows = [row for tokens in command.tokens for row in _rows(command, tokens)]
-    if command.out:
-        found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
-        Path(command.out).write_text(json.dumps(found, indent=1))
+    write(command.out, {**about(torch.device("cuda")), "rows": rows})
 
 
 def _rows(command: Benchmark, tokens: int) -> list[dict[str, object]]:
@@ -71,15 +68,7 @@ def _torch(qkv: Tensor, heads: int) -> Tensor:
 
 
 def _milliseconds(call: Callable[[], object], repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    call()
-    call()
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / repeats
+    return windows([lambda _: call()], torch.device("cuda"), count=1, size=repeats, warm_up=2)[0][0]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from measure import about, write
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalelong.training import RunConfig, Trainer, get_preset
@@ -57,8 +57,7 @@ def main() -> None:
         flops = {kind: forward_flops(trainer) for kind, trainer in trainers.items()}
     best = {kind: min(values) for kind, values in seconds.items()}
     result = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
-        "torch": torch.__version__,
+        **about(torch.device("cuda" if on_gpu else "cpu")),
         "compile": command.compile,
         **{f"{kind}_ms_per_step": value * 1e3 for kind, value in best.items()},
         "overhead": best["conditioned"] / best["plain"] - 1,
@@ -67,8 +66,7 @@ def main() -> None:
         "within_1_percent": best["conditioned"] / best["plain"] <= 1.01,
     }
     print(json.dumps(result, indent=1))
-    if command.out:
-        Path(command.out).write_text(json.dumps(result, indent=1) + "\n")
+    write(command.out, result)
 
 
 def configured(preset: RunConfig, conditioning: bool, compile_mode: str) -> RunConfig:

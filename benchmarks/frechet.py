@@ -5,7 +5,6 @@ python benchmarks/frechet.py --out benchmarks/results/frechet.json
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 import tyro
+from measure import about, write
 
 from scalelong.evaluation import frechet
 
@@ -39,9 +38,7 @@ def main() -> None:
                 seconds = max(job.result() for job in jobs)
             rows.append({"processes": processes, "threads": threads, "seconds": seconds})
             print(rows[-1], flush=True)
-    if command.out:
-        about = {"device": f"{os.cpu_count()} CPU cores", "torch": torch.__version__}
-        Path(command.out).write_text(json.dumps(about | {"rows": rows}, indent=1))
+    write(command.out, {**about(torch.device("cpu")), "rows": rows})
 
 
 def _seconds(command: Benchmark, all_threads: bool) -> float:

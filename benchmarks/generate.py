@@ -6,14 +6,13 @@ python benchmarks/generate.py --num 10000 --out benchmarks/results/generate.json
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
+from measure import about, write
 
 from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
@@ -66,16 +65,7 @@ def main() -> None:
         inception(images)
         rows.append({"what": f"Inception, {precision}", "seconds": time.perf_counter() - started})
         print(rows[-1], flush=True)
-    if command.out:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        found = {
-            "device": name,
-            "torch": torch.__version__,
-            "images": command.num,
-            "steps": command.steps,
-            "rows": rows,
-        }
-        Path(command.out).write_text(json.dumps(found, indent=1))
+    write(command.out, {**about(device), "images": command.num, "steps": command.steps, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ chrt -r 10 python benchmarks/loader.py --out benchmarks/results/loader.json   # 
 from __future__ import annotations
 
 import io
-import json
 import os
 import resource
 import tarfile
@@ -23,6 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from measure import about
+from measure import write as write_result
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -141,13 +142,9 @@ def main() -> None:
             best = {"images_per_second": max(rates), "images_per_cpu_second": max(by_cpu)}
             rows.append({"what": name, **best, "all": rates, "all_by_cpu": by_cpu})
             print(f"{max(rates):8,.0f} images/s {max(by_cpu):8,.0f} per second of one core  {name}", flush=True)
-    if command.out:
-        found = {
-            **{key: value for key, value in vars(command).items() if key != "out"},
-            "cores": len(os.sched_getaffinity(0)), "real_time_priority": os.sched_getscheduler(0) != os.SCHED_OTHER,
-            "torch": torch.__version__, "rows": rows,
-        }  # fmt: skip
-        Path(command.out).write_text(json.dumps(found, indent=1) + "\n")
+    settings = {key: value for key, value in vars(command).items() if key != "out"}
+    cores = {"cores": len(os.sched_getaffinity(0)), "real_time_priority": os.sched_getscheduler(0) != os.SCHED_OTHER}
+    write_result(command.out, {**about(torch.device("cpu")), **settings, **cores, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 import tyro
+from measure import about, write
 from torch import nn
 
 from scalelong.runs.reader import PROBE_EVERY
@@ -57,8 +56,7 @@ def main() -> None:
     plain, probed, measurement = min(seconds["plain"]), min(seconds["probed"]), median(probe.seconds)
     share = measurement / (PROBE_EVERY * plain)
     result = {
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()}), one thread, processor time",
-        "torch": torch.__version__,
+        **about(torch.device("cuda" if on_gpu else "cpu")),
         "every": PROBE_EVERY,
         "blocks": len(probe.probe.blocks),
         "plain_ms_per_step": plain * 1e3,
@@ -71,8 +69,7 @@ def main() -> None:
         "within_2_percent": share <= 0.02,
     }
     print(json.dumps(result, indent=1))
-    if command.out:
-        Path(command.out).write_text(json.dumps(result, indent=1) + "\n")
+    write(command.out, result)
 
 
 class TimedProbe:

@@ -20,6 +20,7 @@ from scalelong.failpoints import protected
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_keys: dict[tuple[int, str], int] = {}  # by seed and stream
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -33,13 +34,19 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def _key(seed: int, stream: str) -> int:
+    """The common part of the key, computed once on the CPU: a copy to a GPU would wait for it."""
+    if (seed, stream) not in _keys:
+        start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device="cpu")
+        _keys[seed, stream] = int(_mix(_mix(start[0] * _GOLDEN) + start[1]))
+    return _keys[seed, stream]
+
+
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
     """64 random bits per element, (B, *shape) int64; `index` is (B,) int64, the rest of the key is common."""
     if not protected("random.counter"):
         return torch.randint(-(2**63), 2**63 - 1, (index.shape[0], *shape), device=index.device)
-    start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device=index.device)
-    key = _mix(_mix(start[0] * _GOLDEN) + start[1])
-    key = _mix(key + _mix(index.to(torch.int64) * _GOLDEN + 1))
+    key = _mix(_key(seed, stream) + _mix(index.to(torch.int64) * _GOLDEN + 1))
     counter = torch.arange(1, math.prod(shape) + 1, device=index.device)
     bits = _mix(key[:, None] + counter * _GOLDEN)
     return bits.view(index.shape[0], *shape)

@@ -82,7 +82,7 @@ def test_a_cpu_does_not_compile() -> None:
 def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     model = build_model(tiny(scaling_method="ls"), (1, 8, 8))
     settings = tiny(optimizer_name="muon").optimizer
-    adamw, muon = make_optimizers(settings, model, torch.device("cpu"))
+    adamw, muon = make_optimizers(settings, model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices = {names[id(p)] for group in muon.param_groups for p in group["params"]}
     others = {names[id(p)] for group in adamw.param_groups for p in group["params"]}

@@ -92,8 +92,10 @@ class SkipLinear(nn.Linear):
             if coefficient.ndim == 0 or coefficient.shape[-1] == 1:  # one number per token: commutes with the matmul
                 projected = F.linear(skip, weight_skip)
                 return torch.addcmul(main, coefficient.to(projected.dtype), projected)
-            skip, coefficient = skip * coefficient, 1.0
-        joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t(), alpha=coefficient)
+            skip = skip * coefficient
+        elif coefficient != 1.0:
+            weight_skip = coefficient * weight_skip  # smaller than the skip and its gradient
+        joined = torch.addmm(main.flatten(0, -2), skip.flatten(0, -2), weight_skip.t())
         return joined.view(main.shape)
 
 

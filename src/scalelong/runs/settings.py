@@ -167,7 +167,10 @@ class TrainingSettings:
     batch_size: int = 128  # over all ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    compile: Literal["off", "default", "reduce-overhead"] = "off"  # on a GPU; a CPU would compile for a minute
+    compile: Literal["off", "default", "reduce-overhead", "step"] = (
+        "off"  # on a GPU; step: also one CUDA graph, one update
+    )
+    shard: Literal["none", "full"] = "none"  # full: spread weights, gradients and optimizer over the ranks (FSDP2)
     ema_decay: float = 0.9999  # warmed up: min(ema_decay, (1 + step) / (10 + step))
     seed: int = 0
     log_every: int = 50
@@ -255,7 +258,16 @@ class RunConfig:
 MAY_CHANGE = {
     *(
         f"training.{name}"
-        for name in ("steps", "log_every", "checkpoint_every", "keep", "sample_every", "wandb_project", "rank_timeout")
+        for name in (
+            "steps",
+            "log_every",
+            "checkpoint_every",
+            "keep",
+            "sample_every",
+            "wandb_project",
+            "rank_timeout",
+            "shard",
+        )
     ),
     *(f"sampling.{name}" for name in ("precision", "batch_size", "compile")),
     *("data.workers", "data.worker_timeout", "data.root"),

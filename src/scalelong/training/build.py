@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from scalelong import skips
@@ -63,6 +64,10 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
     if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
+    if training.compile == "step":
+        _check_fast(config, world_size)
+    if training.shard == "full":
+        _check_shard(config, world_size)
     check_distillation(config.distillation, size // (world_size * parts))
     if config.distillation.weight and training.compile != "off":
         raise ValueError("training.compile: is not supported with distillation.weight; set one of them to off or 0")
@@ -76,6 +81,34 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     if config.data.name.startswith("latents:") and sampling.clip:
         raise ValueError("sampling.clip: latents are not bound to [-1, 1]; set it to false (--sampling.no-clip)")
     return config
+
+
+def _check_fast(config: RunConfig, world_size: int) -> None:
+    """What the step of `training.fast` does not support."""
+    training = config.training
+    for wrong, name in (
+        (config.optimizer.name != "adamw", f"optimizer.name = {config.optimizer.name}"),
+        (training.accumulate > 1, f"training.accumulate = {training.accumulate}"),
+        (training.precision == "fp16", "training.precision = fp16"),
+        (world_size > 1, f"{world_size} ranks"),
+    ):
+        if wrong:
+            raise ValueError(f"training.compile: step does not support {name}; use default")
+
+
+def _check_shard(config: RunConfig, world_size: int) -> None:
+    """What FSDP2 cannot do, or what is not supported with it."""
+    training = config.training
+    for wrong, reason in (
+        (world_size == 1, "needs several ranks; start it with torchrun, or use none"),
+        (not hasattr(torch.distributed.fsdp, "fully_shard"), f"needs torch 2.6, this is {torch.__version__}; use none"),
+        (config.optimizer.name != "adamw", f"does not support optimizer.name = {config.optimizer.name}; use adamw"),
+        (training.precision == "fp16", "does not support training.precision = fp16; use bf16"),
+        (training.compile == "reduce-overhead", "does not support training.compile = reduce-overhead; use default"),
+        (config.distillation.weight > 0, "does not support distillation.weight; set it to 0"),
+    ):
+        if wrong:
+            raise ValueError(f"training.shard: full {reason}")
 
 
 def _check_shape(config: RunConfig) -> None:

@@ -40,10 +40,12 @@ from scalelong.training.checkpoint import (
 )
 from scalelong.training.condition import make_condition
 from scalelong.training.distillation import Distillation
+from scalelong.training.fast import speed_up
 from scalelong.training.guard import Guard
 from scalelong.training.host import environment, stop_signals
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
+from scalelong.training.shard import gathered, scattered, shard
 from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -89,11 +91,15 @@ class Trainer:
         reading = (data.flip, data.workers, data.resident_mb * 2**20, data.worker_timeout)
         self.loader = make_loader(self.source, training.seed, self.device, *reading)
         self.ema = EMA(self.model, training.ema_decay)
+        if training.shard == "full":
+            self.ema = shard(self.model, self.ema)
         ranks = self.ranks.num_processes
         settings, process = config.distillation, self.objective.process
         teaching = (self.model, self.ema.model, process, training.seed)
         distillation = Distillation(settings, *teaching) if settings.weight else None
         self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
+        if training.compile == "step":
+            self.stepper, self.ema = speed_up(self.stepper, self.ema)
         self.guard = Guard(training)
         self.step, self.seconds, self.window = 0, 0.0, Window()
         self.to_pixels = load_pixels(self.trained(), self.device)
@@ -223,6 +229,7 @@ class Trainer:
         if step % training.checkpoint_every == 0 or last:
             self._save()
         if training.sample_every and (step % training.sample_every == 0 or last) and not self.stopping:
+            self.ema.gather()
             if self.ranks.is_main_process:
                 options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
                 images = self.trained().sample(self.config.sampling, self.condition, **options)
@@ -251,14 +258,16 @@ class Trainer:
         return model_inputs(self.model, x, time_input, **condition)
 
     def _save(self) -> None:
-        if self._events is not None:
-            tensors = {
-                "model": self.model.state_dict(),
-                "ema": self.ema.model.state_dict(),
-                "optimizer": {
-                    k: v for o in self.stepper.optimizers for k, v in optimizer_tensors(o, self.model).items()
-                },
-            }
+        self.ema.gather()
+        optimizers = (optimizer_tensors(each, self.model) for each in self.stepper.optimizers)
+        tensors: Tensors = {
+            "model": self.model.state_dict(),
+            "ema": self.ema.model.state_dict(),
+            "optimizer": {key: value for part in optimizers for key, value in part.items()},
+        }
+        if self.stepper.sharded:
+            tensors = {name: gathered(group) for name, group in tensors.items()}
+        if self._events is not None:  # the main rank
             state = {
                 "step": self.step,
                 "seconds": self.seconds,
@@ -299,8 +308,11 @@ class Trainer:
             raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:
             raise CheckpointError(f"{path}: was trained with other classes or another text encoder; use a new folder")
+        if self.stepper.sharded:
+            tensors = {**tensors, **{name: scattered(tensors[name], self.model) for name in ("model", "optimizer")}}
         self.model.load_state_dict(tensors["model"])
         self.ema.model.load_state_dict(tensors["ema"])
+        self.ema.scatter()
         for optimizer in self.stepper.optimizers:
             restore_optimizer(optimizer, self.model, tensors["optimizer"])
         if self.stepper.scaler.is_enabled():

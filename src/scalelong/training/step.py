@@ -13,8 +13,8 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,17 @@ class Stepper:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
         self.model, self.condition, self.distillation = model, condition or Condition(device), distillation
         self.scaling = scaling_of(model)
-        self.optimizers = make_optimizers(config.optimizer, model, device)
+        self.parameters = list(model.parameters())  # walking through the modules takes longer than clipping
+        self.optimizers = make_optimizers(config.optimizer, model)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
         self.no_sync: Any = nullcontext
         wrapped: Any = model
-        if world_size > 1:
+        self.sharded = config.training.shard == "full"
+        if self.sharded:
+            self.no_sync = functools.partial(_no_sync, model)
+        elif world_size > 1:
             device_ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
             self.no_sync = wrapped.no_sync
@@ -71,9 +75,7 @@ class Stepper:
 
         `stop`: this rank was asked to stop. `limit`: a larger loss is not applied.
         """
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
-        self.scaling.advance(step)
+        self.prepare(step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
         samples = []
         for part, batch in enumerate(micro_batches, start=1):
@@ -87,7 +89,9 @@ class Stepper:
             samples.append((loss.detach(), batch, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm or math.inf)
+        norm: Any = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm or math.inf)
+        if self.sharded:
+            norm = norm.full_tensor()
         loss = torch.cat([loss for loss, _, _ in samples]).mean() / self.world_size
         shared = torch.stack([loss, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1 and protected("step.share"):
@@ -117,20 +121,26 @@ class Stepper:
             bad.append(not all(torch.isfinite(each).all() for each in gradients if each is not None))
         return torch.tensor(bad, device=t.device)
 
+    def prepare(self, step: int) -> None:
+        """Set what depends on the step: learning rates, and the state of an annealed scaling."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
+        self.scaling.advance(step)
+
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite or the loss is above its limit.
 
-        With AdamW alone and no limit this does not wait for the device.
+        With AdamW alone, no shards and no limit this does not wait for the device.
         """
         if self.scaler.is_enabled():
             if math.isinf(pending.limit) or pending.usable:  # the scaler looks for what is not finite, not for spikes
                 for optimizer in self.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()
-        elif self.device.type == "cuda" and len(self.optimizers) == 1:
+        elif self.device.type == "cuda" and len(self.optimizers) == 1 and not self.sharded:
             self.optimizers[0].found_inf = (~pending.usable).float()  # type: ignore[attr-defined]  # fused AdamW reads it
             self.optimizers[0].step()
-        elif pending.usable:  # with Muon this waits for the device
+        elif pending.usable:  # with Muon or shards this waits for the device
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -233,28 +243,43 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.9999) -> None:
         self.source, self.decay = model, decay
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._weights: tuple[list[Tensor], list[Tensor]] = ([*self.model.parameters()], [*model.parameters()])
+        pairs = zip(self.model.modules(), model.modules(), strict=True)
+        self._buffers = [
+            (mine, theirs, key) for mine, theirs in pairs for key, b in theirs._buffers.items() if b is not None
+        ]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Average in the weights after optimizer step `step`; buffers are copied."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        average: list[Tensor] = [*self.model.parameters()]
-        torch._foreach_lerp_(average, [*self.source.parameters()], 1 - decay)
-        for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
-            mine.copy_(theirs)
+        torch._foreach_lerp_(*self._weights, 1 - self.decay_at(step))
+        self.copy_buffers()
+
+    def gather(self) -> None:
+        """Bring `model` up to date, where the average is sharded; all ranks take part."""
+
+    def scatter(self) -> None:
+        """The inverse of `gather`, after `model` was loaded."""
+
+    def decay_at(self, step: int) -> float:
+        return min(self.decay, (1 + step) / (10 + step))
+
+    def copy_buffers(self) -> None:
+        for mine, theirs, name in self._buffers:
+            mine.get_buffer(name).copy_(theirs.get_buffer(name))
 
 
-def make_optimizers(settings: OptimizerSettings, model: nn.Module, device: torch.device) -> list[torch.optim.Optimizer]:
+def make_optimizers(settings: OptimizerSettings, model: nn.Module) -> list[torch.optim.Optimizer]:
     """AdamW for all parameters; or Muon for the weights of linear layers, with updates as large as AdamW's, and AdamW for
     the others: embeddings, convolutions, norms, biases, and the output layer of the U-ViT."""
-    decay, fused = settings.weight_decay, device.type == "cuda"
+    decay = settings.weight_decay
     if settings.name == "adamw":
         groups = param_groups(model, settings.lr, decay)
-        return [torch.optim.AdamW(groups, settings.lr, settings.betas, fused=fused)]
+        return [torch.optim.AdamW(groups, settings.lr, settings.betas, fused=True)]
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     matrices = {id(module.weight) for name, module in layers if name != "decoder_pred"}
     muon, other = ([p for p in model.parameters() if (id(p) in matrices) == chosen] for chosen in (True, False))
-    adamw = torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=fused)
+    adamw = torch.optim.AdamW(other, settings.lr, settings.betas, weight_decay=decay, fused=True)
     return [adamw, torch.optim.Muon(muon, settings.lr, decay, adjust_lr_fn="match_rms_adamw")]
 
 
@@ -286,8 +311,18 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
     return torch.arange(first, first + size)
 
 
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    """Gradients inside are added up on each rank; for a model of FSDP2, as DDP's method."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
 def _compiled(model: nn.Module, mode: str) -> Network:
-    if mode == "off":
+    if mode in ("off", "step"):
         return as_network(model)
     net = as_network(torch.compile(model, mode=mode))  # type: ignore[arg-type]
     if mode == "default":

@@ -54,6 +54,7 @@ class ValidationObserver:
         if step % self.every and step != self.trainer.config.training.steps:
             return None
         trainer, losses = self.trainer, []
+        trainer.ema.gather()
         with torch.no_grad(), evaluating(trainer.ema.model), autocast(trainer.device, trainer.stepper.dtype):
             for index in torch.split(self.index, 500):
                 losses.append(self._losses(index).double().cpu())

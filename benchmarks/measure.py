@@ -1,0 +1,115 @@
+"""What the benchmarks share: the clock, medians with their spread, FLOPs, the matmul ceiling, and the JSON of a result."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).parents[1]
+Step = Callable[[int], object]  # called with the number of the step, from 1
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """The commit, command, device and versions of a result."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # a copy without its history
+        commit = ""
+    on_gpu = device.type == "cuda"
+    cores = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    return {
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cores,
+        "clock": "seconds" if on_gpu or torch.get_num_threads() > 1 else "seconds of processor time",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write(out: str, result: dict[str, Any]) -> None:
+    """Write the result as JSON, if a file is asked for."""
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def clock(device: torch.device) -> float:
+    """Seconds; waits for a GPU. On one CPU thread, processor time: other programs on the machine do not count."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
+    return time.perf_counter()
+
+
+def windows(steps: Sequence[Step], device: torch.device, count: int, size: int, warm_up: int) -> list[list[float]]:
+    """Milliseconds per step of each window, for each of several steps whose windows take turns."""
+    done, found = [0] * len(steps), [list[float]() for _ in steps]
+
+    def run(which: int, times: int) -> None:
+        for _ in range(times):
+            done[which] += 1
+            steps[which](done[which])
+
+    for which in range(len(steps)):
+        run(which, warm_up)
+    for _ in range(count):
+        for which in range(len(steps)):
+            started = clock(device)
+            run(which, size)
+            found[which].append((clock(device) - started) / size * 1e3)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median with the quartiles beside it."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"ms": middle, "ms_low": low, "ms_high": high}
+
+
+def training_flops(net: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """Multiplications and additions of a forward and a backward pass; on the meta device nothing is computed."""
+    with FlopCounterMode(display=False) as counter:
+        net(*inputs).float().square().mean().backward()
+    return int(counter.get_total_flops())
+
+
+def saved_bytes(loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes of the activations that a forward pass keeps for the backward pass, without the parameters."""
+    known, sizes = {p.untyped_storage().data_ptr() for p in parameters}, {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = loss()
+    total = sum(sizes.values())
+    del kept
+    return total
+
+
+def matmul_ceiling(device: torch.device, size: int = 0) -> float:
+    """FLOP/s of a large square matrix product: bf16 on a GPU, float32 on a CPU."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    (times,) = windows([lambda _: a @ b], device, count=10, size=5, warm_up=5)
+    return 2 * size**3 / (min(times) / 1e3)

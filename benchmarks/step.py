@@ -1,0 +1,306 @@
+"""How long a training step takes: the public recipe, a well-tuned plain loop, diffusers' example, and our trainer.
+
+    python benchmarks/step.py --out benchmarks/results/step.json           # U-ViT-S/2 on a GPU
+    python benchmarks/step.py --cpu --out benchmarks/results/step_cpu.json  # the demo's network on one thread
+
+recipe   eager fp16 autocast with a loss scaler, concatenation and linear layer, AdamW, an average per parameter
+loop     bf16, torch.compile with CUDA graphs, fused AdamW, foreach average: the same network, nothing else in the step
+unet     diffusers' UNet2DModel as its example for unconditional images trains it, in fp16
+trainer  `scalelong.training.Trainer` as `scalelong train` runs it: data, times, noise, guard, average, records
+
+All in one run, because only ratios within a run mean something. On a CPU everything is eager float32, and windows of the
+trainer and of its peers take turns. Rows are written as they come, so a run that is cut off keeps what it measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from measure import Step, about, clock, matmul_ceiling, spread, training_flops, windows, write
+from plain_uvit import PlainUViT, noisy
+from torch import Tensor, nn
+
+from scalelong.training import RunConfig, Trainer, get_preset
+
+EMOJI = "emoji32"  # images of 32 x 32 that come with the package
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    batch_sizes: tuple[int, ...] = (64, 128, 512)
+    methods: tuple[str, ...] = ("none", "cs", "ls")
+    peer_methods: tuple[str, ...] = ("none",)  # of the recipe and the loop
+    cases: tuple[str, ...] = ("recipe", "loop", "unet", "trainer")
+    compile: tuple[str, ...] = ("step",)  # of the trainer: off, default, reduce-overhead, step
+    attention: str = ""  # torch's kernel for all cases on a GPU: cudnn, flash, mem_efficient; default: torch's choice
+    windows: int = 9
+    steps: int = 20  # in a window
+    cpu: bool = False
+    startup: bool = True  # also measure how long importing and the first step take
+    out: str = ""
+
+
+def config_of(method: str, batch: int, mode: str, on_gpu: bool, model: str = "uvit") -> RunConfig:
+    """What the trainer trains: U-ViT-S/2 or the DDPM UNet on images of 32 x 32, or the demo's network."""
+    name = {"unet": "cifar10-unet", "uvit": "cifar10-uvit-s2" if on_gpu else "digits-demo"}[model]
+    preset = get_preset(name)
+    training = dataclasses.replace(
+        preset.training, batch_size=batch, compile=mode, sample_every=0, checkpoint_every=10**9, log_every=50
+    )
+    data = dataclasses.replace(preset.data, name=EMOJI) if on_gpu or model == "unet" else preset.data
+    scaling = dataclasses.replace(preset.scaling, method=method, kappa=0.7)
+    return dataclasses.replace(preset, training=training, data=data, scaling=scaling)
+
+
+def plain_model(config: RunConfig, shape: tuple[int, int, int], method: str) -> PlainUViT:
+    torch.manual_seed(0)
+    model = config.model
+    return PlainUViT(shape, model.patch_size, model.dim, model.depth, model.heads, method)
+
+
+def recipe(model: nn.Module, images: Tensor) -> Step:
+    """Eager, fp16 with a scaler on a GPU, one multiply-add per parameter for the average."""
+    on_gpu = images.is_cuda
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.99, 0.999), weight_decay=0.03)
+    scaler = torch.amp.GradScaler("cuda", enabled=on_gpu)
+
+    def step(_number: int) -> None:
+        optimizer.zero_grad()
+        x_t, time_input, noise = noisy(images)
+        with torch.autocast(images.device.type, torch.float16, enabled=on_gpu):
+            prediction = model(x_t, time_input)
+        loss = (noise - prediction.float()).square().flatten(1).mean(dim=-1).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.mul_(0.9999).add_(parameter, alpha=1e-4)
+
+    return step
+
+
+def loop(model: nn.Module, images: Tensor) -> Step:
+    """bf16, compiled with CUDA graphs, fused AdamW, foreach average; on a CPU eager float32."""
+    on_gpu = images.is_cuda
+    average, parameters = [p.detach().clone() for p in model.parameters()], list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=2e-4, betas=(0.99, 0.999), weight_decay=0.03, fused=True)
+    net: Any = torch.compile(model, mode="reduce-overhead") if on_gpu else model
+
+    def step(_number: int) -> None:
+        x_t, time_input, noise = noisy(images)
+        if on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=on_gpu):
+            loss = (net(x_t, time_input).float() - noise).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, parameters, 1e-4)
+
+    return step
+
+
+def diffusers_example(images: Tensor) -> Step:
+    """UNet2DModel in the loop of diffusers' example: fp16, clipping, AdamW, its EMAModel and noise scheduler."""
+    from diffusers import DDPMScheduler
+    from diffusers.training_utils import EMAModel
+
+    from scalelong.backbones import ddpm_cifar10
+
+    on_gpu = images.is_cuda
+    model = ddpm_cifar10().to(images.device)
+    average = EMAModel(model.parameters(), decay=0.9999, use_ema_warmup=True, inv_gamma=1.0, power=0.75)
+    average.to(images.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.95, 0.999), weight_decay=1e-6)
+    scheduler, scaler = DDPMScheduler(1000), torch.amp.GradScaler("cuda", enabled=on_gpu)
+
+    def step(_number: int) -> None:
+        noise = torch.randn_like(images)
+        timesteps = torch.randint(0, 1000, (len(images),), device=images.device)
+        noisy_images = scheduler.add_noise(images, noise, timesteps)
+        with torch.autocast(images.device.type, torch.float16, enabled=on_gpu):
+            loss = F.mse_loss(model(noisy_images, timesteps).sample.float(), noise)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.step(model.parameters())
+        loss.item()  # logged by the example at every step
+
+    return step
+
+
+def trainer_windows(
+    config: RunConfig, count: int, size: int, warm_up: int, between: Sequence[Step] = ()
+) -> list[list[float]]:
+    """Milliseconds per step of the trainer's windows; after each one, a window of every step in `between`."""
+    steps = warm_up + count * size
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
+    found, started = [list[float]() for _ in range(1 + len(between))], 0.0
+
+    def observe(step: int, _model: nn.Module) -> None:
+        nonlocal started
+        if step < warm_up or (step - warm_up) % size:
+            return
+        now = clock(trainer.device)
+        if step > warm_up:
+            found[0].append((now - started) / size * 1e3)
+        for which, (times,) in enumerate(windows([each], trainer.device, 1, size, 2) for each in between):
+            found[which + 1] += times if step > warm_up else []
+        started = clock(trainer.device)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, f"{folder}/run", [observe])
+        trainer.run()
+    return found
+
+
+def startup() -> dict[str, float]:
+    """Seconds that `import scalelong` adds to `import torch`, and from start to the first step of the demo's preset."""
+    first_step = (
+        "import sys, time; from scalelong.training import Trainer, get_preset\n"
+        "def stop(*_): print(time.time() - float(sys.argv[1])); sys.stdout.flush(); import os; os._exit(0)\n"
+        "import tempfile; Trainer(get_preset('digits-demo'), tempfile.mkdtemp() + '/run', [stop]).run()"
+    )
+    programs = {
+        "torch": "import sys, time, torch; print(time.time() - float(sys.argv[1]))",
+        "scalelong": "import sys, time, torch, scalelong; print(time.time() - float(sys.argv[1]))",
+        "first_step": first_step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(5):
+        for name, program in programs.items():
+            command = [sys.executable, "-c", program, str(time.time())]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds[name].append(float(done.stdout.split()[-1]))
+    best = {name: min(values) for name, values in seconds.items()}
+    return {"import_seconds_over_torch": best["scalelong"] - best["torch"], "first_step_seconds": best["first_step"]}
+
+
+class Results:
+    """The rows so far, printed and written as they come."""
+
+    def __init__(self, command: Benchmark, device: torch.device) -> None:
+        self.out, self.device, self.ceiling = command.out, device, matmul_ceiling(device)
+        self.content: dict[str, Any] = {**about(device), "matmul_tflops": self.ceiling / 1e12, "rows": []}
+        print(f"{self.content['device']}, torch {torch.__version__}, matmul {self.ceiling / 1e12:.3g} TFLOP/s")
+
+    def add(self, times: list[float], flops: float, batch: int, peak: float | None = None, **what: Any) -> None:
+        row = {**what, "batch": batch, **spread(times), "windows": len(times)}
+        tflops = flops * batch / row["ms"] / 1e9
+        row |= {"images_per_second": batch / row["ms"] * 1e3, "tflops": tflops, "peak_gib": peak}
+        row["share_of_matmul"] = tflops * 1e12 / self.ceiling
+        self.content["rows"].append(row)
+        name = " ".join(str(value) for value in what.values())
+        print(f"{batch:5} {name:32} {row['ms']:8.2f} ms ({row['ms_low']:.2f} to {row['ms_high']:.2f}) "
+              f"{row['images_per_second']:8.0f} img/s {row['share_of_matmul']:6.1%}", flush=True)  # fmt: skip
+        write(self.out, self.content)
+
+
+def measured_alone(run: Callable[[], list[float]]) -> tuple[list[float], float]:
+    """Windows of one case on a GPU that holds nothing else, and its peak memory in GiB."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times = run()
+    return times, torch.cuda.max_memory_allocated() / 2**30
+
+
+def on_a_gpu(command: Benchmark, device: torch.device, results: Results) -> None:
+    shape, timing = (3, 32, 32), (command.windows, command.steps, 12)
+    config = config_of("none", 64, "off", True)
+    with torch.device("meta"):
+        flops = training_flops(plain_model(config, shape, "none"), torch.zeros(1, *shape), torch.zeros(1))
+    results.content["gflop_per_image"] = flops / 1e9
+    for batch in command.batch_sizes:
+
+        def alone(make: Callable[[Tensor], Step], batch: int = batch) -> tuple[list[float], float]:
+            return measured_alone(
+                lambda: windows([make(torch.randn(batch, *shape, device=device))], device, *timing)[0]
+            )
+
+        for name, make in (("recipe", recipe), ("loop", loop)):
+            for method in command.peer_methods if name in command.cases else ():
+                times, peak = alone(lambda x, m=method, f=make: f(plain_model(config, shape, m).to(device), x))
+                results.add(times, flops, batch, peak, case=name, method=method)
+        for mode in command.compile if "trainer" in command.cases else ():
+            for method in command.methods:
+                chosen = config_of(method, batch, mode, True)
+                times, peak = measured_alone(lambda chosen=chosen: trainer_windows(chosen, *timing)[0])
+                results.add(times, flops, batch, peak, case="trainer", method=method, compile=mode)
+        if "unet" in command.cases and batch == 128:
+            if find_spec("diffusers") is None:
+                print("unet: skipped, diffusers is not installed")
+                results.content["unet"] = "skipped: diffusers is not installed"
+                continue
+            times, peak = alone(diffusers_example)
+            results.add(times, 0, batch, peak, case="unet: diffusers' example", method="none")
+            for mode in command.compile:
+                chosen = config_of("none", batch, mode, True, "unet")
+                times, peak = measured_alone(lambda chosen=chosen: trainer_windows(chosen, *timing)[0])
+                results.add(times, 0, batch, peak, case="unet: trainer", method="none", compile=mode)
+
+
+def on_a_cpu(command: Benchmark, results: Results) -> None:
+    """Windows of the trainer and of both peers take turns, method by method."""
+    device, shape = torch.device("cpu"), (1, 8, 8)
+    batch = get_preset("digits-demo").training.batch_size
+    for method in command.methods:
+        images = torch.randn(batch, *shape)
+        for mode in ("off", *(mode for mode in command.compile if mode == "step")):
+            config = config_of(method, batch, mode, False)
+            flops = training_flops(plain_model(config, shape, "none"), torch.zeros(1, *shape), torch.zeros(1))
+            peers = [make(plain_model(config, shape, method).to(device), images) for make in (recipe, loop)]
+            ours, *theirs = trainer_windows(config, command.windows, command.steps, 5, peers)
+            for name, times in zip(("recipe", "loop"), theirs, strict=True):
+                results.add(times, flops, batch, case=name, method=method, beside=f"trainer {mode}")
+            results.add(ours, flops, batch, case="trainer", method=method, compile=mode)
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs[0], strict=True))
+            results.content["rows"][-1]["ms_over_recipe"] = ratio
+            results.content["rows"][-1]["ms_over_loop"] = statistics.median(
+                a / b for a, b in zip(ours, theirs[1], strict=True)
+            )
+            print(f"      trainer over recipe, window by window: {ratio:.3f}")
+
+
+def main() -> None:
+    command = tyro.cli(Benchmark, description=__doc__)
+    if command.cpu or not torch.cuda.is_available():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = Results(command, device)
+    if device.type == "cuda":
+        for name in ("cudnn", "flash", "mem_efficient", "math") if command.attention else ():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == command.attention)
+        on_a_gpu(command, device, results)
+    else:
+        on_a_cpu(command, results)
+    if command.startup:
+        results.content |= startup()
+        print({key: round(results.content[key], 2) for key in ("import_seconds_over_torch", "first_step_seconds")})
+    write(command.out, results.content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""docs/speed.md and its plot from the results of the benchmarks; rows that were not measured are left out.
+
+python scripts/speed_page.py            # writes them
+python scripts/speed_page.py --check    # fails if the page is not that of the results
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE, PLOT = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "docs" / "speed.md",
+    ROOT / "docs" / "assets" / "speed.svg",
+)
+
+IMAGENET_IMAGES = 300_000 * 1024  # of the paper's recipe for ImageNet-64: steps times batch
+NVLINK, NETWORK = (
+    450e9,
+    50e9,
+)  # bytes a second and direction: inside a machine of 8 H200, and of one 400 Gb/s port per GPU
+SMALLEST = 16  # images per GPU; below, more GPUs would mean a larger batch
+
+Rows = list[dict[str, Any]]
+
+
+def read(name: str) -> dict[str, Any]:
+    """A result, or {} if it was not measured."""
+    path = RESULTS / name
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def table(head: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ("---",) * len(head), *lines])
+
+
+def source(result: dict[str, Any], name: str) -> str:
+    about = f"{result['device']}, torch {result['torch']}, {result.get('clock', 'seconds')}"
+    return f"{about}; `{result['command']}` at commit {result['commit']}, `benchmarks/results/{name}`."
+
+
+def ms(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.1f} ({row['ms_low']:.1f} to {row['ms_high']:.1f})"
+
+
+def step_table(result: dict[str, Any], on_gpu: bool) -> str:
+    """The rows of benchmarks/step.py; ratios are those to the peers of the same batch and method, or of `none`."""
+    names = {"recipe": "public recipe", "loop": "plain loop", "trainer": "**trainer**"}
+    lines = []
+    for row in result["rows"]:
+        peers = {
+            case: min((r for r in result["rows"] if r["case"] == case and r["batch"] == row["batch"]), default=None,
+                      key=lambda r: (r["method"] != row["method"], r.get("beside") != f"trainer {row.get('compile')}"))
+            for case in ("recipe", "loop")
+        }  # fmt: skip
+        if not on_gpu and row["case"] == "trainer":
+            ratios = [f"{row['ms_over_recipe']:.2f}", f"{row['ms_over_loop']:.2f}"]
+        else:
+            ratios = [f"{row['ms'] / peer['ms']:.2f}" if peer else "" for peer in peers.values()]
+        what = names.get(row["case"], row["case"]) + (f", compile {row['compile']}" if "compile" in row else "")
+        beside = row["beside"].removeprefix("trainer ") if "beside" in row else ""
+        what += f" (beside {beside})" if beside else ""
+        shown = (str(row["batch"]), what, row["method"], ms(row), *ratios, f"{row['images_per_second']:,.0f}")
+        share = f"{row['share_of_matmul']:.0%}" if row["tflops"] else ""
+        lines.append(shown + ((share, f"{row['peak_gib']:.1f}") if on_gpu else (share,)))
+    head = (
+        "batch",
+        "what",
+        "skips",
+        "ms per step (quartiles)",
+        "/ recipe",
+        "/ loop",
+        "images/s",
+        "of the matmul ceiling",
+    )
+    return table((*head, "peak GiB") if on_gpu else head, lines)
+
+
+def growth_table(rows: Rows, on_gpu: bool) -> str:
+    lines = []
+    for factor, value in dict.fromkeys((row["factor"], row["value"]) for row in rows):
+        here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
+        plain = here["none"]
+        memory = f"{plain['peak_gib']:.1f} GiB" if on_gpu else f"{plain['activation_mib']:.1f} MiB"
+        ratios = [here[method].get("over_none", here[method]["ms"] / plain["ms"]) for method in ("cs", "ls")]
+        over = [f"{ratio - 1:+.1%}" for ratio in ratios]
+        lines.append((f"{factor} {value}", ms(plain), *over, memory if factor != "ranks" else ""))
+    return table(("", "ms per step, none", "cs", "ls", "peak memory" if on_gpu else "activations"), lines)
+
+
+def cost_at_scale(rows: Rows, gpus: int) -> dict[str, float]:
+    """ImageNet-64 with U-ViT-L/4 on this many GPUs: the measured step of one GPU, and a ring all-reduce of the gradients.
+
+    Every GPU sends and receives 2 (n - 1) / n times the float32 gradient; from 9 GPUs on over the network. `hours_low` hides
+    all of it behind the backward pass, `hours` none.
+    """
+    images = max(SMALLEST, 1024 // gpus)
+    row = next(r for r in rows if r["factor"] == "preset" and r["batch"] == images and r["method"] == "none")
+    traffic = 2 * (gpus - 1) / gpus * 4 * row["parameters"]
+    compute, communication = row["ms"] / 1e3, traffic / (NVLINK if gpus <= 8 else NETWORK)
+    steps = IMAGENET_IMAGES / (gpus * images)
+    low, high = (steps * seconds / 3600 for seconds in (max(compute, communication), compute + communication))
+    found = {
+        "images": images,
+        "batch": gpus * images,
+        "compute_ms": compute * 1e3,
+        "communication_ms": communication * 1e3,
+    }
+    return {**found, "hours_low": low, "hours": high, "gpu_hours": high * gpus}
+
+
+def scale_table(rows: Rows) -> str:
+    lines = []
+    for gpus in (8, 64, 512):
+        c = cost_at_scale(rows, gpus)
+        hours = f"{c['hours_low']:.1f} to {c['hours']:.1f}"
+        lines.append((str(gpus), f"{c['batch']:,}", f"{c['compute_ms']:.1f}", f"{c['communication_ms']:.1f}", hours,
+                      f"{c['gpu_hours']:,.0f}"))  # fmt: skip
+    head = ("GPUs", "batch", "ms per step, computing", "ms, communicating", "hours", "GPU hours")
+    return table(head, lines)
+
+
+def plot(results: dict[str, dict[str, Any]]) -> None:
+    """Time against depth, tokens and batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "speed", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    for (name, result), line in zip(results.items(), ("-", "--"), strict=False):
+        for axis, factor in zip(axes, ("depth", "tokens", "batch"), strict=True):
+            for method, colour in (("none", "C0"), ("cs", "C1"), ("ls", "C2")):
+                rows = [r for r in result["rows"] if r["factor"] == factor and r["method"] == method]
+                label = f"{method}, {name}" if factor == "depth" else None
+                axis.plot(
+                    [r["value"] for r in rows],
+                    [r["ms"] for r in rows],
+                    f"{colour}{line}",
+                    marker="o",
+                    ms=3,
+                    label=label,
+                )
+            axis.set(xlabel=factor, ylabel="ms per step", yscale="log", xscale="linear" if factor == "depth" else "log")
+    axes[0].legend(fontsize=7)
+    PLOT.parent.mkdir(exist_ok=True)
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def page() -> str:
+    parts = [HEAD]
+    for name, title in (("step.json", "on a GPU"), ("step_cpu.json", "on a CPU")):
+        if result := read(name):
+            parts += [f"## A training step {title}", source(result, name), step_table(result, name == "step.json")]
+            if "first_step_seconds" in result:
+                imports = max(0.0, result["import_seconds_over_torch"])
+                parts.append(START.format(imports, result["first_step_seconds"]))
+    if not read("step.json"):
+        lines = []
+        for name in ("train_step_64.json", "train_step_128.json"):
+            for row in read(name).get("rows", []):
+                cells = (f"{row['ms']:.1f}", f"{row['images_per_second']:,.0f}", f"{row['ratio_to_peer']:.2f}", name)
+                lines.append((str(row["batch"]), row["what"], *cells))
+        head = (
+            "batch",
+            "what",
+            "ms per step",
+            "images/s",
+            "times as fast as the peer",
+            "file in `benchmarks/results/`",
+        )
+        parts += ["## A training step on a GPU", EARLIER, table(head, lines)]
+    grown = {label: read(name) for label, name in (("GPU", "growth.json"), ("CPU", "growth_cpu.json")) if read(name)}
+    if grown:
+        parts += ["## How cost grows", GROWTH]
+    for label, result in grown.items():
+        base = result["base"]
+        network = f"dim {base['dim']}, depth {base['depth']}, {base['tokens']} tokens, batch {base['batch']}"
+        name = "growth.json" if label == "GPU" else "growth_cpu.json"
+        parts += [f"Around {network}. {source(result, name)}", growth_table(result["rows"], label == "GPU")]
+    if grown:
+        parts.append("![Time per step against depth, tokens and batch](assets/speed.svg)")
+    preset = [row for row in grown.get("GPU", {}).get("rows", []) if row["factor"] == "preset"]
+    if preset:
+        parts += ["## ImageNet-64 with U-ViT-L/4 on many GPUs", SCALE, scale_table(preset)]
+    return "\n\n".join(parts) + "\n"
+
+
+HEAD = """# How fast
+
+This page is written by `scripts/speed_page.py` from files in `benchmarks/results/`. Times are medians with quartiles. Compare
+only numbers of one table: they are of one run on one machine.
+
+| name | what is timed |
+|---|---|
+| public recipe | a plain U-ViT with concatenated skips: eager, fp16 with a loss scaler, AdamW, an average per parameter |
+| plain loop | the same network: bf16, `torch.compile` with CUDA graphs, fused AdamW, foreach average, nothing else |
+| trainer | what `scalelong train` runs: data, random times and noise, guard, AdamW, average, records |
+
+On a CPU all of them are eager and in float32. `--training.compile step` holds weights, gradients, moments and average in flat
+tensors that one kernel updates, and on a GPU runs forward and backward pass as one CUDA graph; it equals the plain step over
+200 steps (`tests/training/test_fast.py`). It is for one rank, AdamW and bf16 or fp32; checkpoints are the same."""
+
+START = """`import scalelong` takes {:.2f} s beyond `import torch`; from the start of Python to the end of the
+demo's first step pass {:.1f} s (wall clock, the best of five)."""
+
+EARLIER = """Measured by an earlier version of the benchmark, U-ViT-S/2 on one NVIDIA H200, torch 2.11, bf16, before
+there was `--training.compile step`. The peer is the same network with a concatenation before each skip's linear
+layer, run eagerly in bf16."""
+
+GROWTH = """One factor changes at a time. `cs` and `ls` are relative to `none` in the same run; differences within
+the quartiles are noise. Activations are what a forward pass keeps for the backward pass, counted exactly."""
+
+SCALE = f"""Computed, not run: the measured step of one GPU with its share of the batch, plus a ring all-reduce of
+the float32 gradients at {NVLINK / 1e9:.0f} GB/s inside a machine of 8 GPUs and {NETWORK / 1e9:.0f} GB/s per GPU
+between machines (data sheets, not measured). 300,000 steps at batch 1,024; from 64 GPUs on at least {SMALLEST}
+images per GPU, so the batch grows and the number of images stays. The first number of hours hides all communication
+behind the backward pass, the second none of it."""
+
+
+def main() -> None:
+    new = page()
+    if "--check" in sys.argv:
+        if not PAGE.is_file() or PAGE.read_text() != new:
+            raise SystemExit("docs/speed.md is not that of benchmarks/results; run python scripts/speed_page.py")
+        return
+    grown = {label: read(name) for label, name in (("GPU", "growth.json"), ("CPU", "growth_cpu.json")) if read(name)}
+    if grown:
+        plot(grown)
+    PAGE.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

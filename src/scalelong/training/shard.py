@@ -1,0 +1,85 @@
+"""Sharded training (training.shard = "full"): weights, gradients, moments and average are spread over the ranks by FSDP2.
+
+A checkpoint holds whole tensors, as without sharding: they are gathered when it is written and spread when it is read, so a
+run continues on any number of ranks, sharded or not. Every rank also keeps the whole averaged model, to sample from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scalelong.skips.families import stages
+from scalelong.training.step import EMA
+
+
+def shard(model: nn.Module, ema: EMA) -> ShardedEMA:
+    """Shard the model in place, block by block and the root last, and return its average, sharded as well."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for name in stages(model):
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)  # with the gates of the skips, which every block uses
+    return ShardedEMA(ema)
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU of the main rank, {} on the others; all ranks take part."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = _whole(tensor)
+        if dist.get_rank() == 0:
+            found[name] = whole.cpu()
+    return found
+
+
+def scattered(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors, named as parameters or as parameter/entry, spread as the parameters are; all ranks take part."""
+    like, found = model.state_dict(), {}
+    for name, tensor in tensors.items():
+        target: Any = like.get(name.rpartition("/")[0] or name)
+        is_shard = hasattr(target, "placements") and tensor.shape == target.shape
+        found[name] = _spread(tensor, target) if is_shard else tensor
+    return found
+
+
+class ShardedEMA(EMA):
+    """The average of a sharded model; `model`, the whole one, is up to date after `gather`."""
+
+    def __init__(self, ema: EMA) -> None:
+        vars(self).update(vars(ema))
+        self._source: list[Any] = list(self.source.parameters())
+        self._average: list[Any] = [parameter.detach().clone() for parameter in self._source]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        mine, theirs = ([tensor.to_local() for tensor in tensors] for tensors in (self._average, self._source))
+        torch._foreach_lerp_(mine, theirs, 1 - self.decay_at(step))
+        self.copy_buffers()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        for whole, part in zip(self.model.parameters(), self._average, strict=True):
+            whole.copy_(_whole(part))
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        for whole, part in zip(self.model.parameters(), self._average, strict=True):
+            part.copy_(_spread(whole.detach(), part))
+
+
+def _whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
+
+
+def _spread(tensor: Tensor, like: Any) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,60 @@
+"""The page of speeds, what it computes, and the benchmark behind it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "speed_page.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_cost_at_scale_is_the_measured_step_and_a_ring_all_reduce() -> None:
+    cost = runpy.run_path(str(ROOT / "scripts" / "speed_page.py"))["cost_at_scale"]
+    rows = [
+        {"factor": "preset", "batch": batch, "method": "none", "ms": ms, "parameters": 300e6}
+        for batch, ms in ((128, 200.0), (16, 30.0))
+    ]
+    one_machine, many = cost(rows, 8), cost(rows, 512)
+    assert one_machine["communication_ms"] == pytest.approx(2 * 7 / 8 * 4 * 300e6 / 450e9 * 1e3)
+    assert one_machine["hours"] == pytest.approx(300_000 * (200 + one_machine["communication_ms"]) / 3.6e6)
+    assert one_machine["hours_low"] == pytest.approx(300_000 * 200 / 3.6e6)
+    assert many["batch"] == 8192
+    assert many["communication_ms"] == pytest.approx(2 * 511 / 512 * 4 * 300e6 / 50e9 * 1e3)
+    assert many["hours_low"] == pytest.approx(
+        300_000 / 8 * many["communication_ms"] / 3.6e6
+    )  # the network is the limit
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_step_runs_on_a_cpu(tmp_path) -> None:
+    out = tmp_path / "step.json"
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "step.py",
+        "--cpu",
+        "--windows",
+        "2",
+        "--steps",
+        "1",
+        "--no-startup",
+    ]
+    done = subprocess.run([*command, "--methods", "ls", "--out", out], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found.keys() >= {"commit", "device", "torch", "command", "matmul_tflops"}
+    assert [(row["case"], row.get("compile")) for row in found["rows"]] == [
+        ("recipe", None), ("loop", None), ("trainer", "off"), ("recipe", None), ("loop", None), ("trainer", "step"),
+    ]  # fmt: skip
+    assert all(row["ms"] > 0 and row["ms_low"] <= row["ms"] <= row["ms_high"] for row in found["rows"])
