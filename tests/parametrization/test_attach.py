@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scalelong
@@ -17,6 +18,8 @@ from scalelong import EMA, mup
 from scalelong.backbones import fused
 from scalelong.parametrization.attach import INPUT, OUTPUT, STAMP
 from tests.parametrization.networks import INPUTS, dit, meta, mlp, parametrized, uvit
+
+PAIR = {"x": torch.linspace(-1, 1, 384).view(2, 3, 8, 8), "time": torch.tensor([10.0, 500.0])}  # the same on all ranks
 
 
 def test_copies_and_averages_keep_the_multipliers() -> None:
@@ -43,8 +46,6 @@ def test_compiled_and_wrapped_models(tmp_path) -> None:
     try:
         parallel = DistributedDataParallel(copy.deepcopy(model))
         torch.testing.assert_close(parallel(**INPUTS), expected)
-        from torch.distributed.fsdp import fully_shard
-
         sharded = copy.deepcopy(model)
         for block in sharded.out_blocks:
             fully_shard(block, mesh=dist.init_device_mesh("cpu", (1,)))
@@ -60,6 +61,36 @@ def test_compiled_and_wrapped_models(tmp_path) -> None:
         dist.destroy_process_group()
     with pytest.raises(TypeError, match=r"before torch\.compile"):
         mup.parametrize(torch.compile(uvit(64), backend="eager"), meta(uvit, 16))
+
+
+def _rank(rank: int, folder: str) -> None:
+    """One of two ranks, each with half of the batch: DDP and FSDP2 train like one process with all of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for wrapper in ("ddp", "fsdp"):
+        alone, model = parametrized(), parametrized()
+        if wrapper == "ddp":
+            wrapped = DistributedDataParallel(model)
+        else:
+            mesh = dist.init_device_mesh("cpu", (2,))
+            for block in model.out_blocks:
+                fully_shard(block, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
+        for net, part in ((alone, slice(0, 2)), (wrapped, slice(rank, rank + 1))):
+            optimizer = torch.optim.AdamW(mup.param_groups(net, 1e-2, 0.1))
+            for _ in range(3):
+                optimizer.zero_grad()
+                (net(**{name: value[part] for name, value in PAIR.items()}) - 1).square().mean().backward()
+                optimizer.step()
+        if wrapper == "fsdp":
+            assert mup.roles(wrapped) == mup.roles(alone)
+        torch.testing.assert_close(wrapped(**PAIR), alone(**PAIR), rtol=1e-3, atol=1e-4)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path) -> None:
+    torch.multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ls", "ls after", "conditioned"])

@@ -64,8 +64,8 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
     check_distillation(config.distillation, size // (world_size * parts))
-    if config.distillation.weight and training.compile != "off":
-        raise ValueError("training.compile: is not supported with distillation.weight; set one of them to off or 0")
+    if config.distillation.weight and training.compile == "reduce-overhead":  # its graphs own the features of the tap
+        raise ValueError("training.compile: reduce-overhead does not go with distillation.weight; use default")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
     if condition.kind == "text" and not condition.encoder:
