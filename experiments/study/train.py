@@ -51,8 +51,9 @@ def training_loss(model: nn.Module, images: Tensor, index: Tensor, uniforms: Ten
 class Trainer:
     """Trains one network; `advance` runs `steps_per_graph` steps, on a GPU as one CUDA graph."""
 
-    def __init__(self, spec: Spec, images: Tensor) -> None:
+    def __init__(self, spec: Spec, images: Tensor, lr: Tensor | None = None) -> None:
         self.spec, self.images, device = spec, images, images.device
+        self.lr = spec.lr if lr is None else lr  # a tensor can be changed between the replays of a graph
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
         if self.on_gpu and spec.kernels:
@@ -63,8 +64,8 @@ class Trainer:
         self.start = self.weights.master.clone()
         self.ema, self.short, self.m, self.v = (torch.zeros_like(self.start) for _ in range(4))
         self.sizes: Sequence[float | Tensor] = (1.0, 1.0)
-        if "rate" in spec.changes:
-            sizes = variants.step_sizes(self.model, self.weights.parameters, spec.changes["rate"])
+        if "rate" in spec.changes or "mup" in spec.changes:
+            sizes = variants.step_sizes(self.model, self.weights.parameters, spec.changes)
             self.sizes = self.weights.flatten(sizes)
         self.step, self.loss_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         self.generator = torch.Generator(device)
@@ -74,7 +75,7 @@ class Trainer:
         self._loss = compiled(training_loss, self.on_gpu)
         self._adamw = compiled(adamw, self.on_gpu)
         self.advance = self._capture() if self.on_gpu else self._steps
-        self._reset()
+        self.reset()
 
     def _one_step(self) -> None:
         self.index.random_(0, len(self.images), generator=self.generator)
@@ -91,7 +92,7 @@ class Trainer:
                 (slice(split), slice(split, None)), (w.low, w.low[:0]), w.flatten(gradients), self.sizes, strict=True
             ):
                 state = (w.master[part], low, gradient, self.m[part], self.v[part], self.ema[part], self.short[part])
-                self._adamw(*state, self.step, self.spec.lr, self.spec.warmup, sizes)
+                self._adamw(*state, self.step, self.lr, self.spec.warmup, sizes)
 
     def _steps(self) -> None:
         for _ in range(self.spec.steps_per_graph):
@@ -112,8 +113,8 @@ class Trainer:
         self._graph = graph
         return graph.replay
 
-    def _reset(self) -> None:
-        """Forget the steps that warmed up the graph."""
+    def reset(self) -> None:
+        """Go back to the start: its weights, and the seed's first batch."""
         self.weights.load(self.start)
         self.ema.copy_(self.start)
         self.short.copy_(self.start)

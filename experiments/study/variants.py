@@ -1,10 +1,12 @@
-"""Changes other than a scaling method: the start and the learning rate of the joins. Keys of a run in the queue:
+"""Changes other than a scaling method: start and learning rate of the joins, conditioning, muP. Keys of a run in the queue:
 
     ramp: N              the constant coefficients go from 1 to kappa_i, linearly over N steps
     same_function: true  W_s is divided by kappa_i at the start: the network then computes what the unscaled one does
     size: x              W_s of skip i is multiplied by x ** (i - 1) at the start
     rate: x              Adam's step of W_s of skip i is multiplied by x ** (i - 1), its weight decay is not
     joins: xavier        Xavier initialisation of the layers that join skips
+    features: true       later blocks are conditioned on the features of the middle one
+    mup: WIDTH           muP relative to this width, with heads of the same size
 
 W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` and `rate` together, and CS with
 `same_function` is `rate` alone, but for Adam's eps.
@@ -13,16 +15,18 @@ W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from scalelong import condition_on_features, mup
 from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.scaling.registry import METHODS
 from scalelong.skips.hooks import replace_scaling, scaling_of
 
-KEYS = ("ramp", "same_function", "size", "rate", "joins")
+KEYS = ("ramp", "same_function", "size", "rate", "joins", "features", "mup")
 
 
 def check(method: str, changes: Mapping[str, Any]) -> None:
@@ -40,6 +44,8 @@ def check(method: str, changes: Mapping[str, Any]) -> None:
         raise ValueError(
             f"joins: must be xavier, got {changes['joins']!r}; omit it for the network's own initialisation"
         )
+    if "mup" in changes and (type(changes["mup"]) is not int or changes["mup"] < 1 or changes.get("features")):
+        raise ValueError(f"mup: must be a base width, without features, got {changes['mup']!r}")
 
 
 class Ramp(ConstantScaling):
@@ -60,8 +66,15 @@ class Ramp(ConstantScaling):
 
 @torch.no_grad()
 def change(model: nn.Module, changes: Mapping[str, Any]) -> None:
-    """Apply all changes but the rate, which is the optimizer's."""
+    """Apply all changes but the rates, which are the optimizer's."""
     scaling = scaling_of(model)
+    if changes.get("features"):
+        condition_on_features(model)
+    if "mup" in changes:
+        with torch.device("meta"):
+            config, base = model.config, changes["mup"]
+            narrow = type(model)(replace(config, dim=base, heads=config.heads * base // config.dim))
+        mup.parametrize(model, narrow, same_width=True)
     if changes.get("joins"):
         for block in model.out_blocks:
             nn.init.xavier_uniform_(block.skip_linear.weight)
@@ -89,10 +102,12 @@ def set_progress(model: nn.Module, changes: Mapping[str, Any], step: Tensor) -> 
         scaling_of(model).progress.copy_((step / changes["ramp"]).clamp(max=1.0))
 
 
-def step_sizes(model: nn.Module, parameters: Sequence[Tensor], rate: float) -> list[Tensor]:
-    """What Adam's step of every parameter is multiplied by."""
+def step_sizes(model: nn.Module, parameters: Sequence[Tensor], changes: Mapping[str, Any]) -> list[Tensor]:
+    """What Adam's step of every parameter is multiplied by; muP divides that of hidden weights."""
     sizes = {id(parameter): torch.ones_like(parameter, dtype=torch.float32) for parameter in parameters}
-    factors = constant_coefficients(len(model.out_blocks), rate)
+    for name, role in mup.roles(model).items():
+        sizes[id(model.get_parameter(name))] *= role.lr
+    factors = constant_coefficients(len(model.out_blocks), changes.get("rate", 1.0))
     for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
-        sizes[id(block.skip_linear.weight)][:, block.skip_linear.out_features :] = factor
+        sizes[id(block.skip_linear.weight)][:, block.skip_linear.out_features :] *= factor
     return [sizes[id(parameter)] for parameter in parameters]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scalelong import parametrization as mup  # noqa: F401
     from scalelong.backbones import UViT, UViTConfig, load_official_uvit
-    from scalelong.parametrization import from_pretrained, load
     from scalelong.skips import (
         Handle,
         LongSkip,
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
         condition_on_features,
         find_skips,
         fold,
+        from_pretrained,
+        load,
         remove,
         save,
         skip_table,
@@ -44,7 +45,6 @@ __all__ += [
 ]
 
 _ELSEWHERE = {"EMA": "training", "load_run": "training", "OscillationProbe": "stability"}
-_ELSEWHERE |= {"load": "parametrization", "from_pretrained": "parametrization"}
 _ELSEWHERE |= {"UViT": "backbones", "UViTConfig": "backbones", "load_official_uvit": "backbones"}
 
 

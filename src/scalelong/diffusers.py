@@ -1,4 +1,4 @@
-"""`import scalelong.diffusers`: from now on diffusers loads scaled models with their scaling.
+"""`import scalelong.diffusers`: from now on diffusers loads models with their scaling, conditioning and muP.
 
 Pipelines with a scaled model name this module in their model_index.json, so that diffusers asks for this import where it is
 missing. Its attributes are those of diffusers.
@@ -13,6 +13,7 @@ missing. Its attributes are those of diffusers.
 from importlib import import_module
 from typing import Any
 
+from scalelong import parametrization  # noqa: F401  (restores muP)
 from scalelong.skips.patches import install
 
 install()

@@ -7,8 +7,9 @@ import torch
 from experiments.coordinate_checks import CLASSES, WIDTHS
 from torch import nn
 
+from scalelong.parametrization.attach import INPUT, plan_of
 from scalelong.parametrization.coordinates import coordinate_check, plot
-from scalelong.parametrization.mup import INPUT, apply_plan, param_groups, plan_for, plan_of
+from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 
 
 def net(width: int) -> nn.Module:

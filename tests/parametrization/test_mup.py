@@ -1,53 +1,18 @@
-"""muP on a model: what survives copies, wrappers and files, and what is refused."""
+"""muP on a model: roles, initial sizes, learning rates and decay."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers import DiTTransformer2DModel
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import scalelong
-from scalelong import EMA, UViT, UViTConfig, mup
-from scalelong.backbones import fused
-from scalelong.parametrization.mup import INPUT, OUTPUT, STAMP, plan_for, plan_of
+from scalelong import mup
+from scalelong.parametrization.attach import INPUT, plan_of
+from scalelong.parametrization.mup import plan_for
+from tests.parametrization.networks import INPUTS, meta, mlp, parametrized, uvit
 
 SCALINGS = ["none", "universal", "rsqrt2", "cs", "cs_reversed", "ls", "mp_cat", "layernorm", "rezero", "stable_tau"]
-INPUTS = {"x": torch.randn(2, 3, 8, 8), "time": torch.tensor([10.0, 500.0])}
-
-
-def uvit(dim: int, depth: int = 4, heads: int = 2, **sizes) -> UViT:
-    return UViT(UViTConfig(image_size=8, patch_size=4, dim=dim, depth=depth, heads=heads, **sizes))
-
-
-def meta(make, *args, **kwargs) -> nn.Module:
-    with torch.device("meta"):
-        return make(*args, **kwargs)
-
-
-def parametrized(dim: int = 64, scaling: str = "", **sizes) -> UViT:
-    torch.manual_seed(0)
-    model = uvit(dim, **sizes)
-    if scaling:
-        scalelong.apply(model, scaling)
-    return mup.parametrize(model, meta(uvit, 16, **sizes))
-
-
-def dit(heads: int, head: int = 8) -> DiTTransformer2DModel:
-    return DiTTransformer2DModel(
-        num_attention_heads=heads, attention_head_dim=head, in_channels=3, num_layers=1, sample_size=8,
-        num_embeds_ada_norm=4, norm_num_groups=4,
-    )  # fmt: skip
-
-
-def mlp(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
 
 def test_every_multiplier_of_the_u_vit() -> None:
@@ -99,121 +64,6 @@ def test_at_base_width_it_is_the_standard_parametrization_bit_for_bit() -> None:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)
-
-
-def test_copies_and_averages_keep_the_multipliers() -> None:
-    model = parametrized()
-    expected = model(**INPUTS)
-    for twin in (copy.deepcopy(model), EMA(model).model, pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(twin(**INPUTS), expected)
-        assert mup.roles(twin) == mup.roles(model)
-        setattr(twin.decoder_pred, INPUT, 1.0)  # independent of the original
-    torch.testing.assert_close(model(**INPUTS), expected)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    fresh = parametrized()
-    fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
-    torch.testing.assert_close(fresh(**INPUTS), expected)
-
-
-def test_compiled_and_wrapped_models(tmp_path) -> None:
-    model = parametrized()
-    expected, groups = model(**INPUTS), mup.param_groups(model, 1e-3)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(**INPUTS), expected)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        parallel = DistributedDataParallel(copy.deepcopy(model))
-        torch.testing.assert_close(parallel(**INPUTS), expected)
-        from torch.distributed.fsdp import fully_shard
-
-        sharded = copy.deepcopy(model)
-        for block in sharded.out_blocks:
-            fully_shard(block, mesh=dist.init_device_mesh("cpu", (1,)))
-        fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
-        torch.testing.assert_close(sharded(**INPUTS), expected)
-        for wrapped in (compiled, parallel, sharded):
-            theirs = mup.param_groups(wrapped, 1e-3)
-            assert [(g["lr"], len(g["params"])) for g in theirs] == [(g["lr"], len(g["params"])) for g in groups]
-        optimizer = torch.optim.AdamW(mup.param_groups(sharded, 1e-3))
-        sharded(**INPUTS).square().mean().backward()
-        optimizer.step()
-    finally:
-        dist.destroy_process_group()
-    with pytest.raises(TypeError, match=r"before torch\.compile"):
-        mup.parametrize(torch.compile(uvit(64), backend="eager"), meta(uvit, 16))
-
-
-def test_files_keep_the_parametrization(tmp_path) -> None:
-    model = parametrized(64, "ls")
-    loaded = scalelong.load(uvit(64), scalelong.save(model, tmp_path / "uvit"))
-    torch.testing.assert_close(loaded(**INPUTS), model(**INPUTS))
-    assert {k: (v.role, v.lr) for k, v in mup.roles(loaded).items()} == {
-        k: (v.role, v.lr) for k, v in mup.roles(model).items()
-    }
-    torch.manual_seed(0)
-    network = mup.parametrize(dit(4, head=16), meta(dit, 2))
-    network.save_pretrained(tmp_path / "dit")
-    again = scalelong.from_pretrained(DiTTransformer2DModel, tmp_path / "dit")
-    call = {"hidden_states": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([3]), "class_labels": torch.tensor([1])}
-    torch.testing.assert_close(again.eval()(**call).sample, network.eval()(**call).sample)
-    assert getattr(again.transformer_blocks[0].attn1.to_q, OUTPUT) == pytest.approx(2**-0.5)
-    assert mup.roles(again).keys() == mup.roles(network).keys()
-
-
-def test_weights_of_another_parametrization_are_refused_and_nothing_is_loaded(tmp_path) -> None:
-    model, standard = parametrized(), uvit(64)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"mup_base_shapes: missing: pos_embed .* standard parametrization"):
-        model.load_state_dict(standard.state_dict())
-    with pytest.raises(RuntimeError, match="mup_base_shapes"):
-        standard.load_state_dict(model.state_dict())
-    other = mup.parametrize(uvit(64), meta(uvit, 32))
-    with pytest.raises(ValueError, match=r"mup_base_shapes: pos_embed: 32 at the base width of the weights, 16 at the"):
-        model.load_state_dict(other.state_dict())
-    scalelong.apply(standard, "none")
-    with pytest.raises(ValueError, match="mup_base_shapes is missing"):
-        scalelong.load(model, scalelong.save(standard, tmp_path / "standard"))
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key])
-    model.load_state_dict({"pos_embed": torch.zeros(1, 5, 64), STAMP: before[STAMP]}, strict=False)
-
-
-@pytest.mark.parametrize(
-    "base, message",
-    [
-        (lambda: meta(dit, 2), "base: is a DiTTransformer2DModel, the model a UViT"),
-        (lambda: meta(uvit, 16, depth=2), r"base: the base has no in_blocks.1.norm1.weight; .* not in depth"),
-        (lambda: meta(uvit, 16, depth=6), "base: the model has no in_blocks.2"),
-        (lambda: meta(uvit, 64), "base: no dimension of any tensor differs .* same_width=True"),
-        (lambda: meta(uvit, 16, num_classes=3), "base: the model has no label_emb.weight"),
-        (lambda: 16, "base: is a int"),
-    ],
-)
-def test_a_wrong_base_is_refused_and_the_model_as_it_was(base, message: str) -> None:
-    model = uvit(64)
-    before, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
-    with pytest.raises(ValueError, match=message):
-        mup.parametrize(model, base())
-    assert set(vars(model)) == attributes
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="model: this UViT is parametrized already; build a new one"):
-        mup.parametrize(parametrized(), meta(uvit, 16))
-
-
-def test_an_optimizer_made_before_is_refused() -> None:
-    model = mlp(64)
-    optimizer = torch.optim.AdamW(model[2].parameters())
-    weight = model[2].weight.clone()
-    with pytest.raises(ValueError, match=r"optimizer: an optimizer of 2.weight was made before parametrize"):
-        mup.parametrize(model, mlp(16))
-    assert torch.equal(model[2].weight, weight)
-    del optimizer
-    mup.parametrize(model, mlp(16))
 
 
 def test_torchs_attention_with_another_head_size_is_refused() -> None:
@@ -335,16 +185,6 @@ def test_initial_sizes_are_those_of_the_base_width_by_role(law: str) -> None:
     assert float((wide[2].weight.std() / targets[2]).detach()) == pytest.approx(
         {"constant": 8**0.5}.get(law, 1), abs=0.2
     )
-
-
-def test_the_fused_kernels_keep_the_scale_of_attention() -> None:
-    model = parametrized(64).eval()
-    with torch.no_grad():
-        expected = model(**INPUTS)
-        with fused.inference(model):
-            torch.testing.assert_close(model(**INPUTS), expected, atol=2e-3, rtol=2e-3)
-    assert not fused._can_fuse(model.mid_block.attn, attention_kernel=True)  # it has 1 / sqrt(d) only
-    assert fused._can_fuse(uvit(64).mid_block.attn, attention_kernel=True)
 
 
 @pytest.mark.parametrize("make", [lambda: parametrized(64), lambda: parametrized(64, qkv_bias=True)])

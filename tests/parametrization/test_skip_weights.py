@@ -11,7 +11,7 @@ from torch import nn
 import scalelong
 from scalelong import UViT, UViTConfig, mup
 from tests.family_models import unidiffuser_transformer
-from tests.parametrization.test_mup import meta
+from tests.parametrization.networks import meta
 
 INPUTS = {"x": torch.randn(2, 3, 8, 8, dtype=torch.float64), "time": torch.tensor([10.0, 500.0])}
 

@@ -1,7 +1,7 @@
 """Initial sizes, forward multipliers and learning rates per tensor: muP, and CS in this form. Also called `scalelong.mup`."""
 
 from scalelong.parametrization.coordinates import CoordinateCheck, coordinate_check
-from scalelong.parametrization.mup import fold, from_pretrained, load, param_groups, parametrize, role_table, roles
+from scalelong.parametrization.mup import fold, param_groups, parametrize, role_table, roles
 from scalelong.parametrization.shapes import TensorRole
 from scalelong.parametrization.skip_weights import scale_skip_weights
 
@@ -10,8 +10,6 @@ __all__ = [
     "TensorRole",
     "coordinate_check",
     "fold",
-    "from_pretrained",
-    "load",
     "param_groups",
     "parametrize",
     "role_table",

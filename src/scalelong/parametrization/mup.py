@@ -1,37 +1,32 @@
-"""muP: an initial size, a forward multiplier and a learning rate for every tensor of a model; `shapes` has the rules.
-
-Multipliers are plain floats on modules, their hooks module-level functions: deep copies, pickles and wrappers keep them.
-"""
+"""muP: an initial size, a forward multiplier and a learning rate for every tensor of a model; `shapes` has the rules."""
 
 from __future__ import annotations
 
 import gc
-import json
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.utils import parametrize as torch_parametrize
 
-from scalelong import skips
-from scalelong.parametrization.shapes import Plan, TensorRole, attentions, base_shapes, make_plan
-from scalelong.skips.hooks import CONFIG_KEY, ROOT_NAME, check_unwrapped, drop_hook, reset_compiled
-from scalelong.skips.persistence import local_folder, quiet_diffusers, read_tensors
-
-Model = TypeVar("Model", bound=nn.Module)
-PLAN = "_scalelong_parametrization"  # attribute of a parametrized model
-STAMP = (
-    "mup_base_shapes"  # buffer of a parametrized model: its weights do not load unnoticed into another parametrization
+from scalelong.parametrization.attach import (
+    PLAN,
+    attach,
+    check_unparametrized,
+    detach,
+    holder,
+    multiply,
+    plain_name,
+    plan_of,
 )
-INPUT, OUTPUT = "mup_input_multiplier", "mup_output_multiplier"  # attributes of hooked modules
-_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # in the names of wrapped modules
+from scalelong.parametrization.shapes import Plan, TensorRole, attentions, base_shapes, make_plan
+from scalelong.skips.example import unchanged_on_error
+from scalelong.skips.hooks import ROOT_NAME
 
 
+@unchanged_on_error
 def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False) -> nn.Module:
     """Put `model` into muP relative to `base`, in place, and return it; on any error it is left unchanged.
 
@@ -69,10 +64,7 @@ def plan_for(model: nn.Module, base: nn.Module, initialize: bool = True, same_wi
 def apply_plan(model: nn.Module, plan: Plan) -> None:
     """Attach the plan to the model and rescale its weights."""
     attach(model, plan)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if plan.roles[name].initial != 1 and not parameter.is_meta:
-                parameter.mul_(plan.roles[name].initial)
+    multiply(model, ((parameter, plan.roles[name].initial) for name, parameter in model.named_parameters()))
 
 
 def roles(model: nn.Module) -> Mapping[str, TensorRole]:
@@ -97,10 +89,9 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list
     >>> [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
     [(0.001, 0.1, 5), (0.00025, 0.4, 1)]
     """
-    known, names = roles(model), {id(p): _plain(name) for name, p in _holder(model).named_parameters()}
-    if lost := {name for name in known if not name.startswith(f"{ROOT_NAME}.")} - {
-        *names.values()
-    }:  # gates may be removed
+    known, names = roles(model), {id(p): plain_name(name) for name, p in holder(model).named_parameters()}
+    lost = {name for name in known if not name.startswith(f"{ROOT_NAME}.")} - {*names.values()}  # gates may be removed
+    if lost:
         merged = f"{min(lost)} is not among the parameters of this {type(model).__name__}"
         raise ValueError(f"model: {merged}; with FSDP pass use_orig_params=True")
     groups: dict[float, dict[str, Any]] = {}
@@ -122,7 +113,7 @@ def role_table(model: nn.Module) -> str:
     0.bias    vector  64      16      1        1        1
     1.weight  output  1 x 64  1 x 16  2        0.25     1
     """
-    shapes = {_plain(name): tuple(p.shape) for name, p in _holder(model).named_parameters()}
+    shapes = {plain_name(name): tuple(p.shape) for name, p in holder(model).named_parameters()}
     rows: dict[tuple[str, ...], int] = {}
     for name, found in roles(model).items():
         parts = name.split(".")
@@ -137,6 +128,7 @@ def role_table(model: nn.Module) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table)
 
 
+@unchanged_on_error
 def fold(model: nn.Module) -> nn.Module:
     """Multiply the multipliers into the weights, in place: the same function as a plain network, for export.
 
@@ -159,172 +151,12 @@ def fold(model: nn.Module) -> nn.Module:
         qkv = model.get_submodule(f"{path}.qkv")
         part = slice(qkv.get_parameter("weight").shape[0] // 3)
         changes += [(parameter[part], (factor * plan.heads[path] ** 0.5) ** 0.5) for parameter in qkv.parameters()]
-    with torch.no_grad():
-        for values, factor in changes:
-            values.mul_(factor)
+    multiply(model, changes)
     for path in plan.joined:
         torch_parametrize.remove_parametrizations(model.get_submodule(path), "weight")
     if PLAN in model.__dict__:
-        _detach(model)
+        detach(model)
     return model
-
-
-def load(model: Model, folder: str | Path, example: Any = None) -> Model:
-    """`scalelong.skips.load` that also restores the parametrization of the saved weights.
-
-    >>> from scalelong import UViT, UViTConfig, apply, save
-    >>> make = lambda dim: UViT(UViTConfig(image_size=8, patch_size=4, dim=dim, depth=2, heads=2))
-    >>> folder = save(parametrize(apply(make(32), "cs").model, make(16)), "narrow")
-    >>> roles(load(make(32), folder))["decoder_pred.weight"].multiplier
-    0.5
-    """
-    already = PLAN in model.__dict__
-    try:
-        return skips.load(model, folder, example, prepare=None if already else _attach_saved)
-    except BaseException:
-        if not already and PLAN in model.__dict__:
-            _detach(model)
-        raise
-
-
-def _attach_saved(model: nn.Module, weights: Path) -> None:
-    with safe_open(str(weights), framework="pt") as tensors:
-        if STAMP in tensors.keys():  # noqa: SIM118
-            _attach_stamp(model, tensors.get_tensor(STAMP))
-
-
-def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
-    """`cls.from_pretrained(folder)` of diffusers for a model saved by `save_pretrained`, with its scaling and in muP.
-
-    folder: on disk or on the hub; options: those of `cls.from_pretrained`; example: as for `scalelong.apply`.
-
-    >>> from diffusers import UNet1DModel
-    >>> import scalelong
-    >>> scalelong.apply(UNet1DModel(), "cs", kappa=0.6).model.save_pretrained("unet")
-    >>> scalelong.coefficients(scalelong.from_pretrained(UNet1DModel, "unet"))
-    [1.0, 0.6, 0.36]
-    """
-    source = local_folder(folder, options)
-    stamp = read_tensors(source, options.get("variant"), STAMP).get("")
-    if stamp is None or CONFIG_KEY in json.loads((source / "config.json").read_text()):
-        model = skips.from_pretrained(cls, source, example, **options)
-    else:
-        with quiet_diffusers():
-            model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    if stamp is not None:
-        _attach_stamp(model, stamp)
-    return model
-
-
-def _attach_stamp(model: nn.Module, stamp: Tensor) -> None:
-    """Restore the parametrization of weights from the base shapes that were saved with them."""
-    sizes, shapes = iter(stamp.tolist()), {}
-    for name, parameter in model.named_parameters():
-        shapes[name] = tuple(next(sizes, 0) for _ in parameter.shape)
-    heads = {name: next(sizes, 0) for name, _, _ in attentions(model)}
-    if next(sizes, None) is not None or 0 in (*heads.values(), *(s for shape in shapes.values() for s in shape)):
-        raise ValueError(f"{STAMP}: was saved of another network than this {type(model).__name__}; build it as it was")
-    attach(model, make_plan(model, shapes, heads, initialize=False))
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """What was done to a model, which may be wrapped; an empty plan if it is not parametrized."""
-    return getattr(_holder(model), PLAN, None) or Plan()
-
-
-def check_unparametrized(model: nn.Module) -> None:
-    check_unwrapped(model)
-    if PLAN in model.__dict__:
-        raise ValueError(f"model: this {type(model).__name__} is parametrized already; build a new one to do it again")
-
-
-def _holder(model: nn.Module) -> nn.Module:
-    """The parametrized module inside wrappers."""
-    return next((module for module in model.modules() if PLAN in module.__dict__), model)
-
-
-def _plain(name: str) -> str:
-    for part in _WRAPPED:
-        name = name.replace(part, "")
-    return name
-
-
-def attach(model: nn.Module, plan: Plan) -> None:
-    """Set the multipliers and hooks, the plan and the stamp; the values of the weights stay."""
-    for path, factor in plan.inputs.items():
-        setattr(model.get_submodule(path), INPUT, factor)
-        model.get_submodule(path).register_forward_pre_hook(scale_input)
-    for path, factor in plan.outputs.items():
-        setattr(model.get_submodule(path), OUTPUT, factor)
-        model.get_submodule(path).register_forward_hook(scale_output)
-    for path, factor in plan.scales.items():
-        model.get_submodule(path).scale = factor  # type: ignore[assignment]
-    object.__setattr__(model, PLAN, plan)
-    reset_compiled()
-    if not plan.stamp:
-        return
-    device = next(model.parameters()).device
-    model.register_buffer(STAMP, torch.tensor(plan.stamp, dtype=torch.int64, device=device))
-    model._register_load_state_dict_pre_hook(partial(check_stamp, plan))  # type: ignore[no-untyped-call]
-    model.register_state_dict_pre_hook(restore_stamp)  # type: ignore[no-untyped-call]
-
-
-def _detach(model: nn.Module) -> None:
-    plan = plan_of(model)
-    for path in plan.inputs:
-        drop_hook(model.get_submodule(path)._forward_pre_hooks, scale_input)
-        delattr(model.get_submodule(path), INPUT)
-    for path in plan.outputs:
-        drop_hook(model.get_submodule(path)._forward_hooks, scale_output)
-        delattr(model.get_submodule(path), OUTPUT)
-    for path, factor in plan.scales.items():  # sqrt(d0) / d, where 1 / sqrt(d) was
-        attention: Any = model.get_submodule(path)
-        attention.scale = None if hasattr(type(attention), "scale") else (factor / plan.heads[path] ** 0.5) ** 0.5
-    delattr(model, PLAN)
-    if plan.stamp:
-        delattr(model, STAMP)
-    drop_hook(model._load_state_dict_pre_hooks, check_stamp)
-    drop_hook(model._state_dict_pre_hooks, restore_stamp)
-    reset_compiled()
-
-
-def scale_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward-pre-hook of a readout: 1 / m on its input leaves its bias alone."""
-    return (args[0] * getattr(module, INPUT), *args[1:])
-
-
-def scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
-    """Forward hook of the queries of attention."""
-    return output * getattr(module, OUTPUT)  # type: ignore[no-any-return]
-
-
-def check_stamp(plan: Plan, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Load-state-dict pre-hook: refuse weights of another parametrization, before anything is loaded."""
-    marked = [name for name, role in plan.roles.items() if role.role != "finite" and prefix + name in state_dict]
-    given = state_dict.get(prefix + STAMP)
-    if given is None:
-        if marked:
-            standard = (
-                f"missing: {marked[0]} and others were trained in the standard parametrization, the model is in muP"
-            )
-            raise ValueError(f"state_dict.{prefix}{STAMP}: {standard}; load them into a model without mup.parametrize")
-        return
-    there = None if given.is_meta else tuple(given.flatten().tolist())
-    if there not in (None, plan.stamp):
-        differs = "they were trained relative to another base than the model's"
-        if len(there) == len(plan.stamp):
-            at = next(i for i, sizes in enumerate(zip(plan.stamp, there, strict=True)) if sizes[0] != sizes[1])
-            names = [name for name, role in plan.roles.items() for _ in role.base]
-            names += [f"the head size of {name}" for name in plan.heads]
-            differs = f"{names[at]}: {there[at]} at the base width of the weights, {plan.stamp[at]} at the model's"
-        raise ValueError(f"state_dict.{prefix}{STAMP}: {differs}; give mup.parametrize the base they were trained with")
-
-
-def restore_stamp(model: nn.Module, *_: Any) -> None:
-    """State-dict pre-hook: refill the buffer, which `to_empty` leaves uninitialized."""
-    stamp, plan = model._buffers.get(STAMP), getattr(model, PLAN, None)
-    if type(stamp) is Tensor and plan is not None and not stamp.is_meta and not stamp.is_inference():
-        stamp.copy_(torch.tensor(plan.stamp))
 
 
 def _check_no_optimizer(model: nn.Module) -> None:

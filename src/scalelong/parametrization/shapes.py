@@ -120,8 +120,12 @@ def make_plan(
             fixed = f"{path} has heads of {size}, of {plan.heads[path]} at base width, and a fixed scale of 1 / sqrt(d)"
             raise ValueError(f"model: {fixed}; keep the head size and grow the number of heads")
     in_order = {name: plan.roles[name] for name in names.values()}
-    stamp = (*(size for role in in_order.values() for size in role.base), *plan.heads.values())
-    return replace(plan, roles=in_order, stamp=stamp)
+    return replace(plan, roles=in_order, stamp=stamp_of(in_order, plan.heads))
+
+
+def stamp_of(roles: Mapping[str, TensorRole], heads: Mapping[str, int]) -> tuple[int, ...]:
+    """The base shapes of all tensors and the head sizes, as one list of numbers."""
+    return (*(size for role in roles.values() for size in role.base), *heads.values())
 
 
 def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> TensorRole:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize as torch_parametrize
 
 from scalelong import skips
-from scalelong.parametrization.mup import PLAN, attach, plan_of
+from scalelong.parametrization.attach import PLAN, attach, multiply, plan_of, stored_plan
 from scalelong.parametrization.shapes import TensorRole
 from scalelong.scaling.constant import ConstantScaling
-from scalelong.skips.example import as_call, is_meta
+from scalelong.skips.example import as_call, is_meta, unchanged_on_error
 from scalelong.skips.families import generated_example
 from scalelong.skips.fold import Columns, folded_columns
+from scalelong.skips.hooks import MUP_KEY, write_config
 
 
 class JoinedColumns(nn.Module):
@@ -41,6 +42,7 @@ class JoinedColumns(nn.Module):
         return torch.cat([before, after], dim=dim), skip.contiguous()
 
 
+@unchanged_on_error
 def scale_skip_weights(
     model: nn.Module, method: str = "cs", *, size: bool = True, rate: bool = True, example: Any = None, **options: Any
 ) -> dict[str, float]:
@@ -84,8 +86,7 @@ def scale_skip_weights(
         module = model.get_submodule(path)
         torch_parametrize.register_parametrization(module, "weight", JoinedColumns(columns))
         others, skip = (f"{path}.parametrizations.weight.original{part}" for part in (0, 1))
-        with torch.no_grad():
-            model.get_parameter(skip).mul_(kappa if size else 1.0)
+        multiply(model, [(model.get_parameter(skip), kappa if size else 1.0)])
         role = plan.roles.pop(columns.weight, TensorRole("finite", ()))
         factors[skip] = kappa
         plan.roles[others] = role
@@ -95,4 +96,5 @@ def scale_skip_weights(
         plan.joined.append(path)
     if PLAN not in model.__dict__:
         attach(model, plan)
+    write_config(model, stored_plan(model), MUP_KEY)
     return factors

@@ -32,6 +32,8 @@ from scalelong.skips.long_skip import (
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
 FEATURES_KEY = "condition_on_features"  # the same for `condition_on_features`
+MUP_KEY = "mup"  # the same for muP
+STORED_KEYS = (CONFIG_KEY, FEATURES_KEY, MUP_KEY)
 DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
 LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
@@ -242,7 +244,7 @@ def write_config(model: Any, stored: dict[str, Any] | None, key: str = CONFIG_KE
         return
     entries = {name: value for name, value in model._internal_dict.items() if name != key}
     model._internal_dict = type(model._internal_dict)(entries)
-    if entries.keys().isdisjoint((CONFIG_KEY, FEATURES_KEY)):
+    if entries.keys().isdisjoint(STORED_KEYS):
         vars(model).pop("__module__", None)
 
 

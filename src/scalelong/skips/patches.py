@@ -21,7 +21,7 @@ from torch import nn
 
 from scalelong.files import atomic_write, write_text
 from scalelong.scaling.registry import ScalingConfig
-from scalelong.skips.hooks import CONFIG_KEY, FEATURES_KEY, LORA_TAG, is_scaled, root_name, scaling_of, stored_scaling
+from scalelong.skips.hooks import CONFIG_KEY, LORA_TAG, STORED_KEYS, is_scaled, root_name, scaling_of, stored_scaling
 from scalelong.skips.restore import restore_as, stored_in
 
 logger = logging.getLogger("scalelong")
@@ -70,11 +70,11 @@ def _patch_loading() -> None:
             own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
             stored = stored_in(config) if config is not None and not own and not _leave_plain else {}
             if stored:
-                config = {key: value for key, value in config.items() if key not in (CONFIG_KEY, FEATURES_KEY)}
+                config = {key: value for key, value in config.items() if key not in STORED_KEYS}
             built = from_config(cls, config, return_unused_kwargs, **kwargs)
             model = built[0] if return_unused_kwargs else built
             if stored and isinstance(model, nn.Module):
-                restore_as(model, stored, "config.json")
+                restore_as(model, stored, "config.json", fresh=True)
             return built
 
         return build

@@ -1,4 +1,4 @@
-"""Save a scaled model and load it with its method, kappa and gates."""
+"""Save a model and load it with all that has been done to it: scaling and gates, conditioning on features, muP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,19 +20,10 @@ from scalelong.errors import CheckpointError
 from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
 from scalelong.skips.example import Snapshot, unchanged_on_error
-from scalelong.skips.feature_conditioning import FEATURES_NAME, conditioning_of, is_conditioned
-from scalelong.skips.feature_conditioning import to_json as features_to_json
-from scalelong.skips.hooks import (
-    CONFIG_KEY,
-    DIFFUSERS,
-    FEATURES_KEY,
-    is_scaled,
-    root_name,
-    stored_scaling,
-    write_config,
-)
+from scalelong.skips.feature_conditioning import FEATURES_NAME
+from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, STORED_KEYS, root_name, write_config
 from scalelong.skips.patches import plain_loading
-from scalelong.skips.restore import HASHES, restore_as, stored_in
+from scalelong.skips.restore import HASHES, restore_as, stored_in, stored_of
 
 WEIGHTS_NAME = "model.safetensors"
 SCALING_NAME = "scalelong.json"
@@ -42,17 +33,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the weights, including gates, as safetensors; scaling, conditioning on features and hashes as JSON; atomically.
+    """Write the weights, including gates, as safetensors; scaling, conditioning, muP and hashes as JSON; atomically.
 
     >>> from diffusers import UNet1DModel
     >>> from scalelong import apply
     >>> save(apply(UNet1DModel(), "ls").model, "scaled").name
     'scaled'
     """
-    conditioned, folder = is_conditioned(model), Path(folder)
-    stored = stored_scaling(model) if is_scaled(model) or not conditioned else {}
-    if conditioned:
-        stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
+    folder, stored = Path(folder), stored_of(model)
     with atomic_write(folder / WEIGHTS_NAME) as file:
         save_model(model, file.name)
     hashes = {WEIGHTS_NAME: file_digest(folder / WEIGHTS_NAME), SCALING_NAME: _digest(stored)}
@@ -67,13 +55,11 @@ def _digest(stored: Mapping[str, Any]) -> str:
 
 
 @unchanged_on_error
-def load(
-    model: Model, folder: str | Path, example: Any = None, prepare: Callable[[Model, Path], None] | None = None
-) -> Model:
-    """Load a folder written by `save` into `model`, applying what was saved (scaling, conditioning) if the model has none.
+def load(model: Model, folder: str | Path, example: Any = None) -> Model:
+    """Load a folder written by `save` into `model`, which gets the scaling, conditioning and muP that it lacks.
 
     Files whose hash differs are refused. On any error the model is as before, weights included.
-    example: as for `apply`, for classes that are not known; prepare: called with the scaled model and the file of weights.
+    example: as for `apply`, for classes that are not known.
 
     >>> from diffusers import UNet1DModel
     >>> from scalelong import apply
@@ -91,8 +77,6 @@ def load(
     before = Snapshot(model)
     try:
         with naming_damage(weights):
-            if prepare is not None:
-                prepare(model, weights)
             _check_fit(model, weights)
             before.keep_values(model.state_dict().values())
             load_model(model, str(weights))
@@ -137,7 +121,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
         raise ValueError(f"{path}: contains no {CONFIG_KEY!r}; it was saved without a scaling, {remedy}")
     with quiet_diffusers(), plain_loading():
         model: Model = cls.from_pretrained(source, **options)  # type: ignore[attr-defined]
-    for key in (CONFIG_KEY, FEATURES_KEY):
+    for key in STORED_KEYS:
         write_config(model, None, key)  # some versions of diffusers keep unknown entries; `apply` writes its own
     restore_as(model, stored, path, example)
     for name in (root_name(model), FEATURES_NAME):

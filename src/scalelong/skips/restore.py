@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +21,62 @@ from scalelong.skips.feature_conditioning import (
     conditioning_of,
     is_conditioned,
 )
-from scalelong.skips.hooks import CONFIG_KEY, FEATURES_KEY, is_scaled, scaling_of, stored_scaling
+from scalelong.skips.feature_conditioning import to_json as features_to_json
+from scalelong.skips.hooks import (
+    CONFIG_KEY,
+    DIFFUSERS,
+    FEATURES_KEY,
+    STORED_KEYS,
+    is_scaled,
+    scaling_of,
+    stored_scaling,
+)
 
 HASHES = "sha256"  # key in scalelong.json: of the weights, and of the rest of that file
 
 
+@dataclass(frozen=True)
+class Part:
+    """How a layer above stores what it has done to a model under a key of `STORED_KEYS`, and restores it."""
+
+    stored: Callable[[nn.Module], dict[str, Any] | None]  # None: the model has none of it
+    restore: Callable[[nn.Module, Any, str | Path, bool], None]  # with what is stored or None, its file, and `fresh`
+
+
+PARTS: dict[str, Part] = {}  # by key; `parametrization` adds muP
+
+
+def stored_of(model: nn.Module) -> dict[str, Any]:
+    """All that has been done to a model, as it is stored beside weights; ValueError if nothing has."""
+    stored = stored_scaling(model) if is_scaled(model) else {}
+    if is_conditioned(model):
+        stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
+    parts = {key: part.stored(model) for key, part in PARTS.items()}
+    stored |= {key: found for key, found in parts.items() if found is not None}
+    return stored or stored_scaling(model)
+
+
 def stored_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling and the conditioning on features that a config of diffusers names; empty if none."""
-    features = config.get(FEATURES_KEY)
-    return {**(config.get(CONFIG_KEY) or {}), **({} if features is None else {FEATURES_KEY: features})}
+    """The same from a config of diffusers; empty if it names nothing."""
+    parts = {key: config[key] for key in STORED_KEYS if config.get(key) is not None}
+    return {**parts.pop(CONFIG_KEY, {}), **parts}
 
 
-def restore_as(model: nn.Module, stored: Any, where: str | Path, example: Any = None) -> None:
-    """Apply the stored scaling and conditioning where the model has none; refuse others."""
-    features = stored.get(FEATURES_KEY) if isinstance(stored, Mapping) else None
-    if features is not None:
-        _condition_as(model, features, where)
+def restore_as(model: nn.Module, stored: Any, where: str | Path, example: Any = None, fresh: bool = False) -> None:
+    """Do to the model what is stored, where it has none; refuse others. fresh: its weights are initial values."""
+    extras = {key for key in STORED_KEYS if isinstance(stored, Mapping) and key in stored}
+    if extras - {FEATURES_KEY, *PARTS}:
+        import_module(DIFFUSERS)  # it imports every layer that stores something
+    if not extras or stored.keys() - {*extras, HASHES}:
+        _scale_as(model, stored, where, example)
+    elif is_scaled(model):
+        raise ValueError(f"{where}: was saved without a scaling; call scalelong.remove(model, 'scaling') first")
+    if FEATURES_KEY in extras:
+        _condition_as(model, stored[FEATURES_KEY], where)
     elif is_conditioned(model):
         raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
-    if features is None or stored.keys() - {FEATURES_KEY, HASHES}:
-        _scale_as(model, stored, where, example)
+    for key, part in PARTS.items():
+        part.restore(model, stored.get(key), where, fresh)
 
 
 def _condition_as(model: nn.Module, stored: dict[str, Any], where: str | Path) -> None:

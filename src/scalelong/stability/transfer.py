@@ -121,7 +121,7 @@ class Optimum:
 
 
 def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
-    """The best rate (over="lr") or kappa at every width; values where a seed diverged do not count.
+    """The best rate (over="lr") or kappa at every width; values where a seed diverged or that have fewer do not count.
 
     >>> runs = [Point("mup", width, lr, 0.7, 0, loss=(lr - 1e-3) ** 2) for width in (64, 128) for lr in (1e-3, 2e-3)]
     >>> [(found.width, found.best) for found in optima(runs)]
@@ -130,13 +130,13 @@ def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
     found = []
     for kind, width in dict.fromkeys((point.parametrization, point.width) for point in points):
         curve = dict(_curve(points, kind, width, over))
-        finite = {value: loss for value, loss in curve.items() if math.isfinite(loss)}
+        mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
+        seeds = {value: len({point.seed for point in mine if getattr(point, over) == value}) for value in curve}
+        most = max(seeds.values())
+        finite = {value: loss for value, loss in curve.items() if math.isfinite(loss) and seeds[value] == most}
         if finite:
             best = min(finite, key=lambda value: finite[value])
-            seeds = len(
-                {p.seed for p in points if (p.parametrization, p.width, getattr(p, over)) == (kind, width, best)}
-            )
-            found.append(Optimum(kind, width, best, finite[best], seeds))
+            found.append(Optimum(kind, width, best, finite[best], most))
     return found
 
 

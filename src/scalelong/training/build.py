@@ -69,8 +69,8 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     if training.shard == "full":
         _check_shard(config, world_size)
     check_distillation(config.distillation, size // (world_size * parts))
-    if config.distillation.weight and training.compile != "off":
-        raise ValueError("training.compile: is not supported with distillation.weight; set one of them to off or 0")
+    if config.distillation.weight and training.compile == "reduce-overhead":  # its graphs own the features of the tap
+        raise ValueError("training.compile: reduce-overhead does not go with distillation.weight; use default")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
     if condition.kind == "text" and not condition.encoder:

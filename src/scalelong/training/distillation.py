@@ -88,7 +88,7 @@ class Distillation:
         self, settings: DistillationSettings, model: nn.Module, teacher: nn.Module, process: Process, seed: int
     ) -> None:
         self.settings, self.model, self.teacher, self.process, self.seed = settings, model, teacher, process, seed
-        self.network = as_network(teacher)
+        self.network = as_network(teacher)  # `Stepper` compiles it
 
     def __call__(self, batch: Batch, condition: dict[str, Tensor]) -> Tensor:
         """weight * loss; the gradient flows into the student alone."""

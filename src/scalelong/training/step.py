@@ -66,7 +66,10 @@ class Stepper:
             device_ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
             self.no_sync = wrapped.no_sync
-        self.net = _compiled(wrapped, config.training.compile if device.type == "cuda" else "off")
+        mode = config.training.compile if device.type == "cuda" else "off"
+        self.net = _compiled(wrapped, mode)
+        if distillation is not None:
+            distillation.network = _compiled(distillation.teacher, mode)
 
     def compute(
         self, step: int, micro_batches: Iterable[Batch], stop: bool = False, limit: float = math.inf
