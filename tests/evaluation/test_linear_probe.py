@@ -186,7 +186,7 @@ def test_probe_of_a_conditioned_run_in_report_and_diagnosis(tmp_path: Path, caps
 
 
 def test_diagnosis_tells_unimodal_from_monotone(tmp_path: Path) -> None:
-    from scalelong.runs.settings import to_yaml
+    from scalelong.runs.config import to_yaml
 
     (tmp_path / "config.yaml").write_text(to_yaml(RunConfig()))
     about = {"blocks": ["a"], "block": "a", "protocol": "held-out", "n_held_out": 2000, "accuracy": 0.9}

@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from scalelong.cli.main import main
-from scalelong.runs.settings import RunConfig, to_yaml
+from scalelong.runs.config import to_yaml
+from scalelong.runs.settings import RunConfig
 from tests.faults.harness import PATIENCE, environment, family, wait_until
 
 Prepare = Callable[[], None]

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from scalelong.report import read_runs
 from scalelong.report.card import model_card
+from scalelong.runs.config import to_yaml
 from scalelong.runs.events import append_event
-from scalelong.runs.settings import Conditioning, to_yaml
+from scalelong.runs.settings import Conditioning
 from tests.faults.harness import case, environment, times
 from tests.training.tiny import tiny
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scalelong.runs.settings import RunConfig, differences, dotted, from_yaml
+from scalelong.runs.config import from_yaml
+from scalelong.runs.settings import RunConfig, differences, dotted
 from scalelong.training import PRESETS, get_preset, to_yaml
 from scalelong.training.build import build_model, check_config
 from tests.training.tiny import TINY, tiny

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from scalelong.errors import SettingError
-from scalelong.runs.settings import Conditioning, RunConfig, check_settings, dotted, from_yaml
-from scalelong.runs.validation import BOUNDS, LARGEST_YAML, read_yaml
+from scalelong.runs.config import LARGEST_YAML, from_yaml, read_yaml
+from scalelong.runs.settings import Conditioning, RunConfig, check_settings, dotted
+from scalelong.runs.validation import BOUNDS
 from scalelong.training.autoencoder import AutoencoderSettings
 
 

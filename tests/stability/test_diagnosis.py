@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from scalelong.cli.main import main
+from scalelong.runs.config import to_yaml
 from scalelong.runs.presets import get_preset
-from scalelong.runs.settings import to_yaml
 from scalelong.stability.diagnosis import Sentence, diagnose
 
 

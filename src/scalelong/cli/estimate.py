@@ -13,8 +13,9 @@ from scalelong.data import DataError, Shape
 from scalelong.data.download import DOWNLOADS
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.report.numbers import duration
+from scalelong.runs.config import to_yaml
 from scalelong.runs.presets import EXPECTED
-from scalelong.runs.settings import Conditioning, RunConfig, to_yaml
+from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.step import autocast, resolve_precision
 

@@ -20,8 +20,9 @@ from scalelong.errors import StoppedError, require
 from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
 from scalelong.runs.claim import check_folder
+from scalelong.runs.config import from_yaml
 from scalelong.runs.presets import PRESETS, get_preset
-from scalelong.runs.settings import RunConfig, from_yaml
+from scalelong.runs.settings import RunConfig
 
 SHORT = {  # names that flags have in other verbs
     "--method": "--scaling.method",

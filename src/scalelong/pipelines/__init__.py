@@ -32,7 +32,8 @@ from scalelong.pipelines.uvit_model import UViTModel
 from scalelong.report import read_run
 from scalelong.report.card import model_card, pipeline_card
 from scalelong.runs import CONFIG, validation
-from scalelong.runs.settings import Conditioning, SamplingPrecision, SamplingSettings, to_yaml
+from scalelong.runs.config import to_yaml
+from scalelong.runs.settings import Conditioning, SamplingPrecision, SamplingSettings
 from scalelong.skips import is_scaled, scaling_of
 from scalelong.skips.feature_conditioning import conditioning_of, is_conditioned
 from scalelong.skips.feature_conditioning import to_json as features_to_json

@@ -248,7 +248,8 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
 
     >>> from pathlib import Path
     >>> from scalelong.runs.reader import read_run
-    >>> from scalelong.runs.settings import RunConfig, to_yaml
+    >>> from scalelong.runs.config import to_yaml
+    >>> from scalelong.runs.settings import RunConfig
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> comparison = compare_runs([read_run(".")])

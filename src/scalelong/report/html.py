@@ -40,7 +40,8 @@ def write_report(
     """Write the report of these runs; `loss` and `metric_value` are targets of the races.
 
     >>> from scalelong.runs.reader import read_run
-    >>> from scalelong.runs.settings import RunConfig, to_yaml
+    >>> from scalelong.runs.config import to_yaml
+    >>> from scalelong.runs.settings import RunConfig
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> print(write_report([read_run(".")], "report.html"))

@@ -11,8 +11,9 @@ from typing import IO
 
 from scalelong.files import inside, open_inside, remove_leftovers, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS, SAMPLES
+from scalelong.runs.config import to_yaml
 from scalelong.runs.folder import checkpoints, is_run, read_config
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, to_yaml
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
 
 _LEAST_FREE = 10e6  # bytes; the size of the checkpoints is checked once the model is built
 

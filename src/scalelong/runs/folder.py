@@ -10,8 +10,8 @@ from pathlib import Path
 from scalelong.errors import SettingError
 from scalelong.files import file_digest, inside, read_json
 from scalelong.runs import CHECKPOINTS, CONFIG, MANIFEST, step_number
-from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences, from_yaml
-from scalelong.runs.validation import LARGEST_YAML
+from scalelong.runs.config import LARGEST_YAML, from_yaml
+from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
 
 logger = logging.getLogger(__name__)
 

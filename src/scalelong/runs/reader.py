@@ -47,7 +47,7 @@ def middle_of(blocks: Sequence[str]) -> str:
 class Run:
     """A run's settings and its records by kind. What was not recorded is nan, or an empty series.
 
-    >>> from scalelong.runs.settings import to_yaml
+    >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> run = read_run(".")
@@ -160,7 +160,7 @@ class Run:
 def read_run(folder: str | Path) -> Run:
     """Read a run folder, or the file of an `OscillationProbe`; a run without training records is an error.
 
-    >>> from scalelong.runs.settings import to_yaml
+    >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
     >>> read_run(".").last_step
@@ -223,7 +223,7 @@ def _read_probe(path: Path) -> Run:
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """The runs in these folders or right inside them, and why others were left out; no run at all is an error.
 
-    >>> from scalelong.runs.settings import to_yaml
+    >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5}')
     >>> runs, refused = read_runs([".", "nowhere"])

@@ -6,19 +6,12 @@ Keys are dotted, in YAML, on the command line and in errors: `training.steps`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-import yaml
-
-from scalelong.errors import SettingError, did_you_mean, short
-from scalelong.runs.validation import check_values, read_yaml
+from scalelong.errors import SettingError, short
+from scalelong.runs.validation import check_values
 
 SamplingPrecision = Literal["fp32", "bf16", "fp16"]
 
@@ -290,75 +283,3 @@ def check_settings(config: RunConfig) -> RunConfig:
     for part, settings in vars(config).items():
         check_values(part, settings)
     return config
-
-
-def to_yaml(config: RunConfig) -> str:
-    """All settings as YAML; `from_yaml` reads them back.
-
-    >>> print(to_yaml(RunConfig()))
-    data:
-      name: digits
-    ...
-    """
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)  # tuples as lists
-
-
-def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
-    """Read the settings of a YAML file; those it does not name are `base`'s. Errors name the key.
-
-    >>> _ = Path("mine.yaml").write_text("training: {steps: 10}")
-    >>> from_yaml("mine.yaml").training.steps
-    10
-    """
-    content = read_yaml(Path(path))
-    base, where = base or RunConfig(), str(path)
-    known, parts, values = dotted(base), list(vars(base)), {}
-    for part, settings in _mapping({} if content is None else content, where).items():
-        if part not in parts:
-            raise SettingError(f"{where}: unknown key {short(part)}; {did_you_mean(part, parts)}correct or remove it")
-        for name, value in _mapping(settings, f"{where}: {part}").items():
-            if (key := f"{part}.{name}") not in known:
-                raise SettingError(f"{where}: unknown key {short(key)}; {did_you_mean(key, known)}correct or remove it")
-            values[key] = value
-    if (config := _parsed(base, values)) is not None:
-        try:
-            return check_settings(config)
-        except SettingError as error:
-            raise SettingError(f"{where}: {error}") from None
-    key = next((key for key, value in values.items() if _parsed(base, {key: value}) is None), next(iter(values)))
-    part, _, name = key.partition(".")
-    hint = typing.get_type_hints(type(getattr(base, part)))[name]
-    expected = hint.__name__ if isinstance(hint, type) else str(hint)
-    if typing.get_origin(hint) is Literal:
-        expected = f"one of {', '.join(typing.get_args(hint))}"
-    raise SettingError(f"{where}: {key}: must be {expected}, got {short(values[key])}")
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return value
-    raise SettingError(f"{where}: must hold keys and values, got {short(value)}")
-
-
-def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
-    """`base` with the values of these dotted keys, converted by tyro; None if one cannot be."""
-    arguments, known = [], dotted(base)
-    for key, value in values.items():
-        if isinstance(known[key], str) and not isinstance(value, str):
-            return None  # as text, null and numbers would pass for names
-        if isinstance(known[key], tuple) != isinstance(value, list):
-            return None  # a list of one number would pass for that number
-        if isinstance(value, list) and not all(map(_is_plain_number, value)):
-            return None  # text could pass for a flag
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
-            return None  # may have more digits than Python prints
-        arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
-    try:
-        return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
-    except SystemExit:
-        return None
-
-
-def _is_plain_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

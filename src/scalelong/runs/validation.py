@@ -1,22 +1,18 @@
-"""Which values settings may have: one table of bounds, one check of every value. YAML that is read safely. No torch."""
+"""Which values settings may have: one table of bounds, one check of every value. No torch."""
 
 from __future__ import annotations
 
 import math
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
 
-import yaml
-
-from scalelong.errors import SettingError, require, require_number, short, unknown_name
+from scalelong.errors import require, require_number, unknown_name
 from scalelong.failpoints import protected
 
 _COUNT = 10**12  # of steps
 _FACTOR = 1e6
-LARGEST_YAML = 2**16  # bytes; the settings of a run take 3 KB
 MAX_CLASSES = 100_000  # of labels and class names
 
 # The least and the largest value of each number; others must be finite. What a method or sampler allows beyond that, it
@@ -121,39 +117,3 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     elif hint in (bool, str):
         require(isinstance(value, hint), key, {bool: "true or false", str: "text"}[hint], value)
         require(value is True or value is False or "\0" not in value, key, "text without a NUL character", value)
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Plain values only: an alias could stand for more than memory holds."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed in settings")
-        return super().compose_node(parent, index)
-
-
-def read_yaml(path: Path) -> Any:
-    """The content of a small YAML file of plain values; a SettingError that names the file if it is none."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_YAML + 1)
-        if len(text) > LARGEST_YAML:
-            raise SettingError(f"{path}: more than {LARGEST_YAML:,} bytes, which no settings have; check the path")
-        loader: Any = _PlainLoader(text.decode())
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except OSError as error:
-        raise SettingError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
-    except SettingError:
-        raise
-    except RecursionError:
-        raise SettingError(f"{path}: is nested too deeply to be settings; check the file") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, an impossible date
-        raise SettingError(f"{path}: is not YAML of plain values: {short_lines(error)}") from None
-
-
-def short_lines(error: Exception) -> str:
-    """The message of an error on one line, cut."""
-    return short(" ".join(str(error).split()), 200).strip("'\"")

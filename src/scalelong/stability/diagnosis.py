@@ -33,7 +33,7 @@ def diagnose(folder: str | Path) -> list[Sentence]:
 
     folder: of a run, or the file of an `OscillationProbe` in another loop, which has oscillations and perhaps losses.
 
-    >>> from scalelong.runs.settings import to_yaml
+    >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> print(diagnose(".")[0].text)

@@ -1,8 +1,9 @@
 """Training: settings, the step, the loop, checkpoints, and sampling from a trained run."""
 
+from scalelong.runs.config import from_yaml, to_yaml
 from scalelong.runs.events import read_events
 from scalelong.runs.presets import PRESETS, get_preset
-from scalelong.runs.settings import RunConfig, from_yaml, to_yaml
+from scalelong.runs.settings import RunConfig
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.loop import Trainer, train
 from scalelong.training.run import TrainedRun, load_run, sample_batches

@@ -25,8 +25,9 @@ from scalelong.files import inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
+from scalelong.runs.config import to_yaml
 from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
-from scalelong.runs.settings import Conditioning, RunConfig, to_yaml
+from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
 from scalelong.training.checkpoint import (

@@ -26,6 +26,7 @@ from scalelong.errors import require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
+from scalelong.runs.config import from_yaml, short_lines
 from scalelong.runs.folder import checkpoints, read_config
 from scalelong.runs.settings import (
     Conditioning,
@@ -34,9 +35,7 @@ from scalelong.runs.settings import (
     RunConfig,
     SamplingSettings,
     ScalingSettings,
-    from_yaml,
 )
-from scalelong.runs.validation import short_lines
 from scalelong.scaling.baselines import TunedScaling
 from scalelong.skips.hooks import replace_scaling, scaling_of
 from scalelong.skips.persistence import SCALING_NAME
