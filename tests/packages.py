@@ -162,7 +162,7 @@ def tried(packaged: Packaged) -> dict[str, Any]:
     row["refusal"] = packaged.refusal
     try:
         handle = scalelong.apply(model, "cs", kappa=0.7, example=call)
-    except scalelong.skips.NoLongSkipsError as error:
+    except ValueError as error:  # of one that is to be found, the number will not be as counted
         none = "no long skip connections" in str(error)
         return {**row, "found": 0 if none else None, "said": str(error)}
     report = scalelong.verify(model, example=call)
