@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"scalelong {__version__}")
         return 0
+    if unreadable := [argument for argument in arguments if not _is_text(argument)]:
+        print(f"error: {unreadable[0]!a} is not text in this locale; set PYTHONUTF8=1", file=sys.stderr)
+        return 2
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
@@ -53,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         importlib.import_module(f"scalelong.cli.{verb}").main(rest)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except BrokenPipeError:  # as in `scalelong ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -69,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_text(argument: str) -> bool:
+    """False for bytes that the locale could not decode, which Python keeps as lone surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in argument)
 
 
 if __name__ == "__main__":

@@ -191,7 +191,10 @@ def reference_statistics(
             logger.warning("%s; computing it again", error)
     statistics = collect_statistics(image_batches(source), extractor, data=source.fingerprint, total=n)
     if cache:
-        logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
+        try:
+            logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
+        except OSError as error:  # an hour of features is not lost for that
+            logger.warning("%s: the statistics could not be cached there (%s)", path, error.strerror or error)
     return statistics
 
 
