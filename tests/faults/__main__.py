@@ -40,11 +40,13 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
         )
         try:
             output, _ = process.communicate(timeout=case.limit * PATIENCE)
+            passed = process.returncode == 0
         except subprocess.TimeoutExpired:
             kill_family(process.pid)
+            passed = False
             output = process.communicate()[0] + f"\nnot finished within {case.limit:g} s"
     seen = output.strip().splitlines()[-1] if output.strip() else ""
-    found = {"passed": process.returncode == 0, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
+    found = {"passed": passed, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
     as_expected = found["passed"] != bool(protection)
     name = f"case {case.number}{protection and f', {protection} off'}"
     print(f"{name}: {seen[:150] if as_expected else 'NOT AS EXPECTED'} ({found['seconds']} s)", flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scalelong.training.step import EMA, learning_rate, resolve_precision, sample_indices
+from scalelong.data import load_source, make_loader
+from scalelong.training.build import build_model, build_objective
+from scalelong.training.step import EMA, Stepper, learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
 
 
@@ -45,3 +47,26 @@ def test_precision_follows_the_device() -> None:
     assert resolve_precision(tiny(), torch.device("cpu")) == torch.float32
     assert resolve_precision(tiny(), torch.device("cuda")) == torch.bfloat16
     assert resolve_precision(tiny(training_precision="bf16"), torch.device("cpu")) == torch.bfloat16
+
+
+def test_a_gradient_that_is_not_finite_names_its_sample() -> None:
+    config, device = tiny(), torch.device("cpu")
+    model = build_model(config, (1, 8, 8))
+    seen: list[torch.Tensor] = []
+
+    def poison(_module: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """The gradient of the third sample is infinite, wherever it is in a batch."""
+        seen.append(inputs[0][2].clone()) if not seen else None
+        rows = torch.tensor([torch.equal(x, seen[0]) for x in inputs[0]])
+        output = output.clone()
+        output.register_hook(lambda gradient: gradient.masked_fill(rows[:, None, None, None], torch.inf))
+        return output
+
+    model.register_forward_hook(poison)
+    stepper = Stepper(config, model, build_objective(config), device)
+    pending = stepper.compute(1, make_loader(load_source("digits"), 0).batches([torch.arange(8, 16)]))
+    stepper.update(pending)
+    assert not pending.read().finite
+    ((index, t),) = pending.suspects()
+    assert index == 10
+    assert 0 < t < 1
