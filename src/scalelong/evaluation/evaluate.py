@@ -155,7 +155,7 @@ def evaluate_run(
             before = time.perf_counter()
 
     subsets = {} if kid_reference is None else {"kid_subset_size": min(1000, n, len(kid_reference))}
-    options = {"kid_reference": kid_reference, "total": n, "stopped": lambda: stopped, **subsets}
+    options: dict[str, Any] = {"kid_reference": kid_reference, "total": n, "stopped": lambda: stopped, **subsets}
     result = evaluate_images(timed(), reference, extractor, **options)
     return Evaluation(result, seed, sampling, run.weights, sample_seconds, time.perf_counter() - started)
 
