@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,8 +66,13 @@ def one(number: int) -> None:
             if protect:
                 raise
             said = str(error).strip() or str(traceback.extract_tb(error.__traceback__)[-1].line)
-            sys.exit(f"{type(error).__name__}: {said.splitlines()[0][:200]}")
+            sys.exit(f"{type(error).__name__}: {without_paths(said.splitlines()[0])[:200]}")
     print(seen or "as it should be")
+
+
+def without_paths(text: str) -> str:
+    """The text without temporary folders and places in the source of torch."""
+    return re.sub(r"\[/__w/\S+\] |/tmp/[^/\s]+/[^/\s]+/", "", text)  # noqa: S108
 
 
 def scorecard(cases: list[Case]) -> dict[str, Any]:
