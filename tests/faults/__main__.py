@@ -72,7 +72,7 @@ def one(number: int) -> None:
 
 def without_paths(text: str) -> str:
     """The text without temporary folders and places in the source of torch."""
-    return re.sub(r"\[/__w/\S+\] |/tmp/[^/\s]+/[^/\s]+/", "", text)  # noqa: S108
+    return re.sub(r"\[/__w/\S+\] |/tmp/[^/\s]+/[^/\s]+/", "", text)
 
 
 def scorecard(cases: list[Case]) -> dict[str, Any]:
