@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -299,3 +300,13 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], names)
     expected = load_run(run).model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in names["model"].state_dict().items())
+
+
+def test_arguments_that_the_locale_cannot_decode_are_refused(capsys) -> None:
+    assert main(["train", "digits-demo", "--out", "r\udcc3\udcbcn"]) == 2
+    assert "is not text in this locale; set PYTHONUTF8=1" in capsys.readouterr().err
+
+
+def test_a_closed_output_is_no_error(run) -> None:
+    command = [sys.executable, "-m", "scalelong.cli.main", "diagnose", str(run)]
+    assert subprocess.run(["sh", "-c", f"{shlex.join(command)} >&-"], check=False).returncode == 0

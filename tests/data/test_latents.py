@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from scalelong.backbones.autoencoder import Autoencoder, autoencoder_digest, load_autoencoder, small_autoencoder
 from scalelong.data import DataError, MemorySource, check, load_source, to_float
-from scalelong.data.latents import ANNOTATIONS, AUTOENCODER, INDEX, LOCK, Origin, decoder, encode, original_images
+from scalelong.data.latent_index import ANNOTATIONS, AUTOENCODER, INDEX
+from scalelong.data.latents import LOCK, Origin, decoder, encode, original_images
 from scalelong.data.loader import DeviceLoader, StreamLoader, flip_mask
 from scalelong.random import normal
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,12 @@ from scalelong.evaluation import (
     reference_statistics,
     self_check,
 )
-from scalelong.evaluation.evaluate import SelfCheck, load_training_data, reference_features
+from scalelong.evaluation.evaluate import EvaluationObserver, SelfCheck, load_training_data, reference_features
 from scalelong.evaluation.statistics import collect_statistics, image_batches
 from scalelong.runs.settings import SamplingSettings
-from scalelong.training import TrainedRun, load_run, train
+from scalelong.training import TrainedRun, Trainer, load_run, read_events, train
 from tests.evaluation.distance import frechet_distance_of_features
-from tests.training.tiny import tiny
+from tests.training.tiny import newest, tiny
 
 from .test_extractors import images
 
@@ -144,6 +146,25 @@ def test_ranks_share_the_images(run: TrainedRun) -> None:
     sampling = SamplingSettings(count=20, steps=1, batch_size=3)
     parts = [evaluate_run(run, extractor, reference, sampling, rank=rank, world_size=3) for rank in range(3)]
     assert [part.result.n for part in parts] == [6, 7, 7]
+
+
+def test_a_run_that_is_asked_to_stop_gives_up_its_evaluation_and_saves(tmp_path) -> None:
+    sampling = SamplingSettings("ddim", count=12, steps=1, batch_size=4)
+    trainer = Trainer(tiny(training_checkpoint_every=100), tmp_path / "run")
+    batches: list[int] = []
+
+    class Extractor(RandomConvFeatures):
+        def __call__(self, images: torch.Tensor) -> torch.Tensor:
+            if trainer.step:
+                batches.append(len(images))
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__call__(images)
+
+    trainer.observers.append(EvaluationObserver(trainer, Extractor(channels=1), sampling, every=3))
+    trainer.run()
+    assert batches == [4]
+    assert [record["kind"] for record in read_events(trainer.folder)[0]].count("evaluation") == 0
+    assert newest(trainer.folder).name == "step-00000004"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,11 +41,13 @@ def attempt(case: Case, protection: str = "") -> dict[str, Any]:
         )
         try:
             output, _ = process.communicate(timeout=case.limit * PATIENCE)
+            passed = process.returncode == 0
         except subprocess.TimeoutExpired:
             kill_family(process.pid)
+            passed = False
             output = process.communicate()[0] + f"\nnot finished within {case.limit:g} s"
     seen = output.strip().splitlines()[-1] if output.strip() else ""
-    found = {"passed": process.returncode == 0, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
+    found = {"passed": passed, "seen": seen, "seconds": round(time.monotonic() - started, 1)}
     as_expected = found["passed"] != bool(protection)
     name = f"case {case.number}{protection and f', {protection} off'}"
     print(f"{name}: {seen[:150] if as_expected else 'NOT AS EXPECTED'} ({found['seconds']} s)", flush=True)
@@ -63,8 +66,13 @@ def one(number: int) -> None:
             if protect:
                 raise
             said = str(error).strip() or str(traceback.extract_tb(error.__traceback__)[-1].line)
-            sys.exit(f"{type(error).__name__}: {said.splitlines()[0][:200]}")
+            sys.exit(f"{type(error).__name__}: {without_paths(said.splitlines()[0])[:200]}")
     print(seen or "as it should be")
+
+
+def without_paths(text: str) -> str:
+    """The text without temporary folders and places in the source of torch."""
+    return re.sub(r"\[/__w/\S+\] |/tmp/[^/\s]+/[^/\s]+/", "", text)
 
 
 def scorecard(cases: list[Case]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def workers(folder: Path, protect: bool) -> str:
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         run = launch(folder / name, config)
         for step in (20, 60, 100)[: times(3, 1)]:
-            run.wait_for_step(step)
+            run.wait_for_step(step, 40)
             run.workers()[step % 2].send_signal(number)
         run.finish(30)
         assert "starting another one at the same position" in run.log

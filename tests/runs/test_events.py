@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-from scalelong.runs.events import Events, append_event, cut_after, read_events
+import pytest
+
+from scalelong.runs.events import Events, append_event, check_fingerprint, cut_after, fingerprint, read_events
 
 
 def test_records_are_one_json_object_per_line(tmp_path) -> None:
@@ -55,3 +57,26 @@ def test_rewinding_removes_the_records_of_the_steps_that_are_run_again(tmp_path)
     events.write(2, "train", {"loss": 0.5})
     events.close()
     assert [(record["step"], record.get("loss")) for record in read_events(tmp_path)[0]] == [(1, None), (2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("content", "damaged"),
+    [
+        ('{"step": 1, "loss": 1.5}\n', False),
+        ('{"step": 1, "loss": 1.5}\n{"step": 2}\n', False),  # a record was added since
+        ('{"step": 1, "loss": 2.5}\n', True),
+        ('{"step": 1', True),
+        (None, True),
+    ],
+)
+def test_records_that_changed_since_a_checkpoint_are_noticed(
+    content: str | None, damaged: bool, tmp_path, caplog
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.5}\n')
+    stored = fingerprint(tmp_path)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    check_fingerprint(tmp_path, stored)
+    assert (str(path) in caplog.text) == damaged

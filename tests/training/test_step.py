@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scalelong.data import load_source, make_loader
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.step import (
     EMA,
@@ -89,3 +90,26 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     assert matrices | others == set(names.values()) and not matrices & others
     assert {"in_blocks.0.attn.qkv.weight", "out_blocks.0.skip_linear.weight"} < matrices
     assert {"decoder_pred.weight", "pos_embed", "patch_embed.proj.weight", "norm.weight"} < others
+
+
+def test_a_gradient_that_is_not_finite_names_its_sample() -> None:
+    config, device = tiny(), torch.device("cpu")
+    model = build_model(config, (1, 8, 8))
+    seen: list[torch.Tensor] = []
+
+    def poison(_module: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """The gradient of the third sample is infinite, wherever it is in a batch."""
+        seen.append(inputs[0][2].clone()) if not seen else None
+        rows = torch.tensor([torch.equal(x, seen[0]) for x in inputs[0]])
+        output = output.clone()
+        output.register_hook(lambda gradient: gradient.masked_fill(rows[:, None, None, None], torch.inf))
+        return output
+
+    model.register_forward_hook(poison)
+    stepper = Stepper(config, model, build_objective(config), device)
+    pending = stepper.compute(1, make_loader(load_source("digits"), 0).batches([torch.arange(8, 16)]))
+    stepper.update(pending)
+    assert not pending.read().finite
+    ((index, t),) = pending.suspects()
+    assert index == 10
+    assert 0 < t < 1

@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"scalelong {__version__}")
         return 0
+    if unreadable := [argument for argument in arguments if not _is_text(argument)]:
+        print(f"error: {unreadable[0]!a} is not text in this locale; set PYTHONUTF8=1", file=sys.stderr)
+        return 2
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
@@ -62,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         importlib.import_module(f"scalelong.cli.{verb}").main(rest)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except BrokenPipeError:  # as in `scalelong ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -92,6 +96,11 @@ def as_flags(message: str, verb: str) -> str:
         return f"--{part}{name.replace('_', '-')}" + (f" {value}" if value else "")
 
     return head + semicolon + _SETTING.sub(flag, remedy) if semicolon else message
+
+
+def _is_text(argument: str) -> bool:
+    """False for bytes that the locale could not decode, which Python keeps as lone surrogates."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in argument)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ of (seed, index). Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate, islice
 from pathlib import Path
@@ -26,26 +25,31 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
+from scalelong.backbones.autoencoder import Autoencoder
 from scalelong.data.base import DataError, Device, Request, Source, load_source, reading, register, threaded, to_float
-from scalelong.data.download import Expected, bad_files, read_json
+from scalelong.data.download import read_json
 from scalelong.data.images import gather_rows
-from scalelong.errors import require_number
+from scalelong.data.latent_index import (
+    ANNOTATIONS,
+    AUTOENCODER,
+    FORMAT,
+    INDEX,
+    PLAN,
+    REMEDY,
+    check_latents,
+    index_digest,
+    latent_autoencoder,
+    read_index,
+)
 from scalelong.failpoints import protected
-from scalelong.files import atomic_write, file_digest, inside, open_inside, write_text
+from scalelong.files import atomic_write, file_digest, open_inside, write_text
 from scalelong.progress import Progress
 from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
 
-INDEX = "index.json"
-PLAN = "encoding.json"  # of an encoding that is not finished
-ANNOTATIONS = "annotations.json"
-AUTOENCODER = "autoencoder"
 LOCK = ".lock"
 TENSOR = "moments"
-FORMAT = "scalelong-latents-1"
-_REMEDY = "run the same `scalelong data encode` again"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
 
@@ -126,7 +130,7 @@ class LatentSource(Source):
         finite = found.flatten(1).isfinite().all(dim=1)
         if not finite.all() and protected("data.finite"):
             item = items[int((~finite).nonzero()[0])]
-            raise DataError(f"{self.where(item)}: the latents are not finite; {_REMEDY}")
+            raise DataError(f"{self.where(item)}: the latents are not finite; {REMEDY}")
         return found
 
     def where(self, item: int) -> str:
@@ -156,56 +160,6 @@ class LatentSource(Source):
     @cached_property
     def fingerprint(self) -> str:
         return index_digest(self.index)
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The index of finished latents."""
-    if not (folder / INDEX).is_file():
-        if (folder / PLAN).is_file():
-            raise DataError(f"data.name: {folder}: the encoding is not finished; {_REMEDY} to continue")
-        raise DataError(f"data.name: {folder}: not latents (no {INDEX}); check the path")
-    index: Any = read_json(folder / INDEX, "encode again")
-    with reading(f"{folder / INDEX}: is damaged", "encode again"):
-        if index.get("format") != FORMAT:
-            raise DataError(f"{folder / INDEX}: format {index.get('format')!r}, expected {FORMAT!r}; encode again")
-        for shard in index["shards"]:
-            inside(folder, shard["file"])
-            require_number("count", shard["count"], 1, 10**9, whole=True)
-            require_number("bytes", shard["bytes"], 1, 10**15, whole=True)
-        for value in (*index["shape"], *index["pixels"]):
-            require_number("shape", value, 1, 2**16, whole=True)
-        for key in ("scale", "shift"):
-            require_number(key, index[key], -1e6, 1e6)
-        if not index["scale"] or len(index["shape"]) != 3 or len(index["pixels"]) != 3:
-            raise ValueError("scale, shape or pixels")
-        if index["count"] != sum(shard["count"] for shard in index["shards"]):
-            raise ValueError(f"{index['count']} items, but its shards have another number")
-        str(index["annotations"]), index["autoencoder"]["sha256"], index["source"]["split"], index["source"]["name"]
-    return dict(index)
-
-
-def index_digest(index: Mapping[str, Any]) -> str:
-    """The fingerprint of latents: over the autoencoder and the hashes of all files."""
-    kept = {key: index[key] for key in ("shape", "scale", "shift", "annotations")}
-    kept["autoencoder"] = index["autoencoder"]["sha256"]
-    kept["shards"] = [shard["sha256"] for shard in index["shards"]]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[DataError]:
-    """Every file that is missing, truncated or, in sets up to `hash_limit` bytes, of another hash."""
-    expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
-    expected[ANNOTATIONS] = Expected(1, index["annotations"])
-    hashed = sum(want.size for want in expected.values()) <= hash_limit
-    return bad_files(folder, expected, f"{_REMEDY} to make it anew", "sha256" if hashed else None)
-
-
-def latent_autoencoder(folder: Path, index: Mapping[str, Any], device: Device = "cpu") -> Autoencoder:
-    """The autoencoder stored with the latents, checked by its hash."""
-    found = load_autoencoder(folder / AUTOENCODER, device, index["scale"])
-    if found.digest != index["autoencoder"]["sha256"]:
-        raise DataError(f"{folder / AUTOENCODER}: is another autoencoder than the latents were made with; restore it")
-    return found
 
 
 def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
@@ -286,7 +240,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
     """Whether the folder holds these latents whole; else it is (re)opened with its good shards kept."""
     index = read_index(folder) if (folder / INDEX).is_file() else None
-    found = index or (json.loads((folder / PLAN).read_text()) if (folder / PLAN).is_file() else plan)
+    found = index or (read_json(folder / PLAN, "remove the folder") if (folder / PLAN).is_file() else plan)
     changed = [f"{key} {found.get(key)}, not {value}" for key, value in plan.items() if found.get(key) != value]
     if changed:
         raise DataError(f"out: {folder} holds latents of another encoding ({'; '.join(changed)}); choose another")
@@ -320,8 +274,10 @@ def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mappin
         for number, start in enumerate(range(0, len(source), size)):
             path, items = folder / f"shard-{number:05d}.safetensors", range(start, min(start + size, len(source)))
             note = path.with_suffix(".json")  # exists if an earlier process finished this shard
-            entry = json.loads(note.read_text()) if note.is_file() and path.is_file() else None
-            if entry is None or entry["sha256"] != file_digest(path):
+            entry: Any = None
+            with suppress(OSError, ValueError):  # there is none, or it is damaged
+                entry = json.loads(note.read_bytes())
+            if not isinstance(entry, dict) or not path.is_file() or entry.get("sha256") != file_digest(path):
                 with atomic_write(path) as file:
                     file.write(save({TENSOR: _moments(source, items, autoencoder, batch_size, bar)}))
                 entry = {"file": path.name, "count": len(items)}

@@ -46,7 +46,11 @@ class Worker:
         self.stop()
         shape, dtype = self.source.stored
         self._slots = torch.empty((PREFETCH, max(map(len, self._asked)), *shape), dtype=dtype)
-        self._slots.share_memory_()  # type: ignore[no-untyped-call]
+        try:
+            self._slots.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            remedy = "enlarge /dev/shm (docker: --shm-size), or set data.workers to 0"
+            raise DataError(f"data.workers: no shared memory ({error}); {remedy}") from error
         self.pipe, theirs = mp.Pipe()
         about = (self.source, self._slots, theirs, self.pipe)
         self.process = mp.Process(target=_serve, args=about, daemon=True, name="scalelong-reader")

@@ -191,7 +191,10 @@ def reference_statistics(
     batches = image_batches(source, own.start, own.stop)
     statistics = collect_statistics(batches, extractor, data=source.fingerprint, total=len(own)).gather()
     if cache and own.start == 0:
-        logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
+        try:
+            logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
+        except OSError as error:  # an hour of features is not lost for that
+            logger.warning("%s: the statistics could not be cached there (%s)", path, error.strerror or error)
     return statistics
 
 

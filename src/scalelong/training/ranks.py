@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed.rendezvous import rendezvous
 
 from scalelong.errors import ScaleLongError
 from scalelong.failpoints import failpoint, protected
@@ -188,7 +189,7 @@ def _join(limit: timedelta) -> dict[str, Any]:
     """
     if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    store, rank, size = next(rendezvous("env://", timeout=limit))
     store.set_timeout(limit)
     mine, started = secrets.token_hex(8), time.monotonic()
     if rank:
@@ -208,4 +209,4 @@ def _join(limit: timedelta) -> dict[str, Any]:
                 )
             time.sleep(0.01)
         rank = 0
-    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}  # type: ignore[attr-defined]
+    return {"store": dist.distributed_c10d.PrefixStore(name, store), "rank": rank, "world_size": size}
