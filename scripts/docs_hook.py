@@ -94,7 +94,7 @@ def settings() -> str:
 
     intro = (
         "# Settings\n\nThe keys of `config.yaml`, and flags of `scalelong train` with dashes: `training.batch_size` is "
-        "`--training.batch-size`. Defaults are those without a preset; A run that is resumed "
+        "`--training.batch-size`. Defaults are those without a preset. A run that is resumed "
         "may change only settings marked ↻.\n"
     )
     parts = [intro]

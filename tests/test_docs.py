@@ -228,7 +228,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts" / "run_notebook.py", NOTEBOOK]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "no scaling" in done.stdout
+    assert "no scaling" in done.stdout and "nan" not in done.stdout
     assert (tmp_path / "runs" / "tutorial" / "report.html").is_file()
     assert all(not cell.get("outputs") for cell in json.loads(NOTEBOOK.read_text())["cells"])
 
@@ -246,7 +246,8 @@ def test_the_tables_of_what_was_tried_are_up_to_date() -> None:
 
 
 def test_lines_of_code_fit_the_page() -> None:
-    """At 1280 px a box holds 110 characters."""
+    """At 1280 px a box of the site holds 110 characters, one of a README fewer."""
     for name, text in PAGES.items():
+        limit = 96 if name == "README.md" else 110
         for block in blocks(text, r"(?:python|bash|text|yaml|json|bibtex|)"):
-            assert max(map(len, block.splitlines())) <= 110, (name, block)
+            assert max(map(len, block.splitlines())) <= limit, (name, block)
