@@ -32,6 +32,16 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs: mark cells that hold sentences, which must not become narrow columns on a phone."""
+    del page, config, files
+
+    def cell(found: re.Match[str]) -> str:
+        return f'<td class="sentence">{found[1]}</td>' if len(re.sub("<.*?>", "", found[1])) > 70 else found[0]
+
+    return re.sub(r"<td>(.*?)</td>", cell, html, flags=re.S)
+
+
 def tutorial() -> str:
     """The notebook as Markdown: text as it is, code in fences."""
     parts = []
@@ -84,7 +94,7 @@ def settings() -> str:
 
     intro = (
         "# Settings\n\nThe keys of `config.yaml`, and flags of `scalelong train` with dashes: `training.batch_size` is "
-        "`--training.batch-size`. Defaults are those without a preset; A run that is resumed "
+        "`--training.batch-size`. Defaults are those without a preset. A run that is resumed "
         "may change only settings marked ↻.\n"
     )
     parts = [intro]

@@ -41,7 +41,7 @@ LIBRARY = (
 def question(file: Path) -> str:
     """The first sentence of an experiment's docstring."""
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
-    return re.split(r"(?<!Fig)(?<=[.?])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+    return re.split(r"(?<!Fig\.)(?<=[.?])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
 
 
 def results_table() -> str:

@@ -2,8 +2,8 @@
 
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
-kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py), and the longest runs have the unscaled network ahead
-up to `CROSSOVER` steps (experiments/results/study): 0.7 is recommended for longer runs, no scaling for shorter ones.
+kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py). The long runs have the unscaled network ahead up to
+`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): 0.7 for longer runs, no scaling for shorter ones.
 """
 
 from __future__ import annotations
@@ -99,15 +99,13 @@ class Recommendation:
     @property
     def advice(self) -> str:
         """What to use for the length of the training."""
-        early = (
-            f"before about {CROSSOVER:,} steps our longest comparison (one seed) has the unscaled network ahead, and no"
-        )
-        early += " shorter one shows a clear gain"
+        early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
+        late = "after that CS was at most 0.2% ahead in training loss and ended level: expect no clear gain"
         if self.steps is None:
-            return f"But {early}: use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
+            return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
         if self.steps < CROSSOVER:
             return f"But {early}: for {self.steps:,} steps, no scaling (kappa = 1) is recommended."
-        return f"For {self.steps:,} steps {USUAL_KAPPA:g} is recommended; {early}."
+        return f"For {self.steps:,} steps {USUAL_KAPPA:g} is recommended: {early}; {late}."
 
 
 def recommend_kappa(
