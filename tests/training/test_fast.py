@@ -44,10 +44,20 @@ def test_it_equals_the_plain_step_over_200_steps(method, tmp_path) -> None:
     assert_close_runs(plain, train(fast(scaling_method=method, **length), tmp_path / "fast"))
 
 
-def test_resuming_is_bit_identical(tmp_path) -> None:
-    whole = train(fast(), tmp_path / "whole")
-    train(fast(training_steps=6), tmp_path / "parts")
-    assert_same_run(whole, train(fast(), tmp_path / "parts"))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cs", "ls"])
+def test_with_weights_in_16_bits_it_equals_autocast_over_200_steps(method, tmp_path) -> None:
+    length = {"training_steps": 200, "training_checkpoint_every": 100, "training_log_every": 20}
+    changes = {"scaling_method": method, "training_precision": "bf16", **length}
+    plain, found = (train(config(**changes), tmp_path / config.__name__) for config in (tiny, fast))
+    assert [loss for _, loss in losses(found)] == pytest.approx([loss for _, loss in losses(plain)], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resuming_is_bit_identical(precision, tmp_path) -> None:
+    whole = train(fast(training_precision=precision), tmp_path / "whole")
+    train(fast(training_precision=precision, training_steps=6), tmp_path / "parts")
+    assert_same_run(whole, train(fast(training_precision=precision), tmp_path / "parts"))
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed.fsdp
 from torch import nn
 
 from scalelong import skips
@@ -101,7 +101,10 @@ def _check_shard(config: RunConfig, world_size: int) -> None:
     training = config.training
     for wrong, reason in (
         (world_size == 1, "needs several ranks; start it with torchrun, or use none"),
-        (not hasattr(torch.distributed.fsdp, "fully_shard"), f"needs torch 2.6, this is {torch.__version__}; use none"),
+        (
+            find_spec("torch.distributed.fsdp._fully_shard") is None,
+            f"needs torch 2.6, not {torch.__version__}; use none",
+        ),
         (config.optimizer.name != "adamw", f"does not support optimizer.name = {config.optimizer.name}; use adamw"),
         (training.precision == "fp16", "does not support training.precision = fp16; use bf16"),
         (training.compile == "reduce-overhead", "does not support training.compile = reduce-overhead; use default"),
