@@ -122,11 +122,11 @@ def measure(piece: Piece, work: Path, data: Data, options: argparse.Namespace) -
         probes[run.name] = probe.record()
         write_text(stored, json.dumps(probes, indent=1) + "\n")
         write_results(piece, work, probes, options.out)
-    write_results(piece, work, probes, options.out)
+    print_table(write_results(piece, work, probes, options.out))
 
 
-def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], out: Path) -> None:
-    """runs.csv, summary.json and the heat maps of the runs that have been probed."""
+def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """The table, after writing runs.csv, summary.json and the heat maps of the runs that have been probed."""
     out.mkdir(parents=True, exist_ok=True)
     last = {(row["method"], row["seed"]): row for row in collect(piece, work)}
     ends, rows = outcomes(piece, work), []
@@ -153,7 +153,7 @@ def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], o
         kept = {entry.name: probes[run.name][entry.name] for entry in fields(LinearProbe)}
         first.setdefault((run.method, kind), LinearProbe(**kept))
     draw(first, setting, out / "heat_maps.png")
-    print_table(table)
+    return table
 
 
 def averaged(rows: Sequence[dict[str, Any]], method: str, kind: str) -> dict[str, Any]:
