@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from scalelong.errors import require, unknown_name
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 from scalelong.parametrization.shapes import base_shapes, make_plan
-from scalelong.report.plots import save_figure
 from scalelong.skips.example import as_call, tensors_in
 from scalelong.skips.families import generated_example
 
@@ -211,6 +210,8 @@ def plot(checks: Sequence[CoordinateCheck], title: str, path: str | Path) -> Pat
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    from scalelong.report.plots import save_figure
 
     steps = [step for step in range(checks[0].steps + 1) if step in (0, 2, checks[0].steps)]
     figure, axes = plt.subplots(len(checks), len(steps), sharex=True, sharey="row", squeeze=False, layout="constrained",
