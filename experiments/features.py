@@ -1,126 +1,169 @@
 """Do weaker long skips and conditioning on features add up? {none, cs, ls} x {plain, conditioned}, over seeds: FID and the
 accuracy of linear probes, with heat maps of where in the network the classes can be read off.
 
-python experiments/features.py                                      # 8x8 digits, on one core
-python experiments/features.py --scale gpu --jobs 3                 # the study's network on CIFAR-10, 50,000 steps
-python experiments/features.py --scale gpu --model s2 --seeds 0     # U-ViT-S/2 on CIFAR-10
-python experiments/features.py --scale gpu --distill none           # also with self-distillation, on this method
+    python experiments/features.py --seeds 0 --data FOLDER --inception FILE       # the study's network, 50,000 steps
+    python experiments/features.py --seeds 0 --methods none cs ...                # a part of it; runs that are there stay
+    python experiments/features.py --tiny                                         # minutes on a CPU
+
+Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each is then probed. Results are written
+after every run. --dim 512 --heads 8 --patch 2 is U-ViT-S/2.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import json
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
-import tyro
-from common import Options, base_config, trained, varied
 from output import print_table, save, write_csv, write_summary
 
-from scalelong.evaluation import evaluate_run, get_extractor, probe_run, reference_statistics
-from scalelong.evaluation.evaluate import load_condition, load_training_data
-from scalelong.evaluation.linear_probe import LinearProbe
-from scalelong.runs.events import append_event
-from scalelong.runs.reader import Run
-from scalelong.runs.settings import SamplingSettings
-from scalelong.training import RunConfig, load_run
+sys.path.insert(0, str(Path(__file__).with_name("study")))
 
-NAME = "features"
-METHODS = ("none", "cs:0.5", "ls")
+from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
+from network import build_model
+from piece import FINAL_SECONDS, run_piece, specs
+from results import collect, outcomes
+
+from scalelong.data import load_source
+from scalelong.evaluation import linear_probe
+from scalelong.evaluation.linear_probe import Labelled, LinearProbe
+from scalelong.files import write_text
+
+METHODS: dict[str, dict[str, Any]] = {"none": {}, "cs": {"kappa": 0.7}, "ls": {}}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "conditioned": {"features": True}}
+PROBE_SECONDS = 45  # per run on a GPU: nine noise levels, thirteen blocks
 PUBLISHED = {
     "DDPM, CIFAR-10, probe": "90.0%",
     "EDM, CIFAR-10, probe": "94.5%",
     "LightningDiT-B, ImageNet-256, FID-10k without and with DDAE++": "21.26, 20.85",
     "LightningDiT-B, ImageNet-256, probe without and with DDAE++": "64.9%, 66.6%",
 }
+TINY = {"dim": 32, "depth": 4, "heads": 2, "patch": 8, "batch": 16, "steps": 40, "warmup": 5, "loss_every": 20}
 
 
 @dataclass(frozen=True)
-class Features(Options):
-    """All options."""
+class Data:
+    """CIFAR-10 as the workers and the probes read it."""
 
-    steps: int = 0  # of each run; 0: 400 (cpu) or 50,000 (gpu)
-    model: Literal["proxy", "s2"] = "proxy"  # gpu: the study's network, or U-ViT-S/2
-    distill: str = ""  # also train this method with self-distillation, conditioned
-    images: int = 10_000  # sampled for the FID on a GPU; on a CPU, a tenth and without Inception
+    train: Labelled
+    test: Labelled
+    file: str
+
+    @classmethod
+    def load(cls, root: Path | None, work: Path, count: int | None) -> Data:
+        """The first `count` images of either split, or all."""
+        parts, arrays = {}, {}
+        for split in ("train", "test"):
+            source = load_source("cifar10", split=split, root=root)
+            images, labels = source.images[:count], source.labels
+            assert labels is not None
+            parts[split], arrays[split] = (images.float() / 127.5 - 1, labels[:count]), images.numpy()
+        np.savez(work / "data.npz", **arrays)
+        return cls(parts["train"], parts["test"], str(work / "data.npz"))
 
 
 def main() -> None:
-    options = tyro.cli(Features, description=__doc__)
-    out = options.folder(f"{NAME}-{options.model}" if options.scale == "gpu" else NAME)
-    variants = [(method, kind) for method in METHODS for kind in ("plain", "conditioned")]
-    variants += [(options.distill, "distilled")] if options.distill else []
-    asked = [(method, kind, seed) for method, kind in variants for seed in options.seeds]
-    rows, maps = [], {}
-    for (method, kind, seed), run in zip(
-        asked, trained([config(options, *each) for each in asked], options), strict=True
-    ):
-        probe, distance = measured(run, options)
-        floors = {"untrained": probe.random_network, "pixels": probe.pixels}
-        where = {"block": probe.block, "noise": probe.level}
-        quality = {"distance": distance, "probe": probe.accuracy, "loss": run.final_loss()}
-        speed = {"images_per_second": run.throughput()}
-        rows.append({"method": method, "kind": kind, "seed": seed, **quality, **where, **floors, **speed})
-        maps.setdefault((method, kind), probe)
+    options = arguments(sys.argv[1:])
+    begun, work = time.time(), options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    everything = [
+        Run(method, seed, METHODS[method], changes=changes)
+        for seed in options.seeds
+        for method in options.methods
+        for changes in KINDS.values()
+    ]
+    settings = {entry.name: getattr(options, entry.name) for entry in fields(Piece) if hasattr(options, entry.name)}
+    whole = Piece("features", tuple(everything), **settings)
+    missing = tuple(run for run in everything if not (work / f"{run.name}.pt").is_file())
+    piece = Piece("features", missing, **settings)
+    speed = Speed(**{**vars(read_queue().speed), "limit_minutes": options.minutes})
+    seconds = (speed.seconds(piece) if missing else 0) + PROBE_SECONDS * len(everything)
+    print(f"{len(missing)} runs to train; expected on one H200, with probes: {seconds / 60:.0f} minutes", flush=True)
+    if options.dry:
+        return
+    data = Data.load(options.data, work, 500 if options.tiny else None)
+    if missing:
+        try:
+            check_startable(piece, speed)
+        except StudyError as error:
+            sys.exit(f"error: {error}")
+        reserve = (FINAL_SECONDS + PROBE_SECONDS) * len(missing)
+        deadline = float("inf") if options.tiny else begun + 60 * options.minutes - reserve
+        small = {"num_samples": 0, "test_images": 100, "eval_batch": 100} if options.tiny else {}
+        run_piece(piece, work, data.file, options.inception, deadline, **small)
+    measure(whole, work, data, options)
+
+
+def measure(piece: Piece, work: Path, data: Data, options: argparse.Namespace) -> None:
+    """Probe every run that has been trained, and write what is known after each."""
+    stored = work / "probes.json"
+    probes: dict[str, dict[str, Any]] = json.loads(stored.read_text()) if stored.is_file() else {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for run, spec in zip(piece.runs, specs(piece, work, data.file, float("inf")), strict=True):
+        weights = work / f"{run.name}.pt"
+        if run.name in probes or not weights.is_file():
+            continue
+        model = build_model(spec).to(device).eval()
+        model.load_state_dict(torch.load(weights, map_location=device))
+        floors: dict[str, Any] = {}
+        if run.label == "none":  # the same for all runs of a seed
+            floors = {"random_network": build_model(spec).to(device).eval(), "pixels": True}
+        levels = 2 if options.tiny else 9
+        probe = linear_probe(model, data.train, data.test, process="vp", levels=levels, images=options.images, **floors)
+        probes[run.name] = probe.record()
+        write_text(stored, json.dumps(probes, indent=1) + "\n")
+        write_results(piece, work, probes, options.out)
+    print_table(write_results(piece, work, probes, options.out))
+
+
+def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """The table, after writing runs.csv, summary.json and the heat maps of the runs that have been probed."""
+    out.mkdir(parents=True, exist_ok=True)
+    last = {(row["method"], row["seed"]): row for row in collect(piece, work)}
+    ends, rows = outcomes(piece, work), []
+    for run in (run for run in piece.runs if run.name in probes):
+        row, probe = last[run.label, run.seed], probes[run.name]
+        kind = "conditioned" if run.changes else "plain"
+        quality = {"fid": row["fid"], "probe": probe["accuracy"], "test_loss": float(row["test_loss"])}
+        where = {"block": probe["block"], "noise": probe["level"]}
+        floors = {"untrained": probe["random_network"] or "", "pixels": probe["pixels"] or ""}
+        speed = {"steps": row["step"], "ms_per_step": ends[run.name].get("ms_per_step", "")}
+        rows.append({"method": run.method, "kind": kind, "seed": run.seed, **quality, **where, **floors, **speed})
+    if not rows:
+        sys.exit(f"{work}: no run has ended; see its *.log")
     write_csv(rows, out / "runs.csv")
-    table = [averaged(rows, method, kind) for method, kind in variants]
-    training, model = run.config.training, run.config.model
-    network = f"{run.config.data.name}, U-ViT {model.dim} x {model.depth}"
-    setting = f"{network}, {training.steps} steps, batch {training.batch_size}"
-    write_summary(out, [], setting, table=table, published=PUBLISHED)
-    draw(maps, setting, out / "heat_maps.png")
-    print_table(table)
-
-
-def config(options: Features, method: str, kind: str, seed: int) -> RunConfig:
-    """Compiled without CUDA graphs, which distillation excludes, as it does compiling at all."""
-    gpu = options.scale == "gpu"
-    base = varied(base_config(options.scale, options.steps or (50_000 if gpu else 400)), method, seed)
-    training = dataclasses.replace(base.training, compile="off" if kind == "distilled" or not gpu else "default")
-    if gpu:
-        training = dataclasses.replace(training, batch_size=128, log_every=100)
-        base = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, warmup_steps=2500))
-    if gpu and options.model == "proxy":
-        base = dataclasses.replace(base, model=dataclasses.replace(base.model, patch_size=4, dim=256, heads=4))
-    return dataclasses.replace(
-        base,
-        training=training,
-        features=dataclasses.replace(base.features, conditioning=kind != "plain"),
-        distillation=dataclasses.replace(base.distillation, weight=0.1 if kind == "distilled" else 0.0),
+    variants = list(dict.fromkeys((row["method"], row["kind"]) for row in rows))
+    table = [averaged(rows, *variant) for variant in variants]
+    setting = (
+        f"CIFAR-10, U-ViT {piece.dim} x {piece.depth}, patch {piece.patch}, {piece.steps} steps, batch {piece.batch}"
     )
-
-
-def measured(run: Run, options: Features) -> tuple[LinearProbe, float]:
-    """The probe of a run and its distance to the data (FID on a GPU); a probe is recorded, and taken from the records."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_run(run.folder, device=device)
-    known = next((dict(record) for record in run.linear_probes if record["step"] == loaded.step), None)
-    if known is None:
-        probe = probe_run(loaded, cache=False)
-        append_event(run.folder, loaded.step, "linear_probe", probe.record())
-    else:
-        probe = LinearProbe(**{field.name: known[field.name] for field in dataclasses.fields(LinearProbe)})
-    gpu = options.scale == "gpu"
-    extractor = get_extractor("inception" if gpu else "random-conv", device)
-    source = load_training_data(loaded)
-    sampling = SamplingSettings("dpm++2m", steps=50, count=options.images if gpu else options.images // 10)
-    sampling = dataclasses.replace(sampling, precision="bf16" if gpu else "fp32")
-    reference, condition = reference_statistics(source, extractor), load_condition(loaded, source)
-    return probe, evaluate_run(loaded, extractor, reference, sampling, condition=condition).result.value
+    write_summary(out, [], setting, table=table, published=PUBLISHED)
+    first = {}
+    for run in (run for run in piece.runs if run.name in probes):
+        kind = "conditioned" if run.changes else "plain"
+        kept = {entry.name: probes[run.name][entry.name] for entry in fields(LinearProbe)}
+        first.setdefault((run.method, kind), LinearProbe(**kept))
+    draw(first, setting, out / "heat_maps.png")
+    return table
 
 
 def averaged(rows: Sequence[dict[str, Any]], method: str, kind: str) -> dict[str, Any]:
     """Mean ± sd over seeds; one seed has no spread."""
     mine = [row for row in rows if (row["method"], row["kind"]) == (method, kind)]
     cells = {}
-    for key in ("distance", "probe", "loss", "images_per_second"):
-        values = [row[key] for row in mine]
-        cells[key] = f"{fmean(values):.5g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
+    for key in ("fid", "probe", "test_loss", "ms_per_step"):
+        values = [float(row[key]) for row in mine if row[key] != ""]
+        spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+        cells[key] = f"{fmean(values):.5g}{spread}" if values else "-"
     return {"method": method, "kind": kind, "seeds": len(mine), **cells, "block": mine[0]["block"]}
 
 
@@ -137,6 +180,30 @@ def draw(maps: dict[tuple[str, str], LinearProbe], title: str, path: Path) -> No
     figure.colorbar(image, ax=axes, label="held-out accuracy")
     figure.suptitle(title, fontsize=10)
     save(figure, path)
+
+
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
+    parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
+    parser.add_argument("--work", type=Path, default=Path("runs/features"))
+    parser.add_argument("--out", type=Path, default=Path("experiments/results/features-gpu"))
+    parser.add_argument(
+        "--minutes", type=float, default=28, help="for everything; training ends in time for the probes"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--images", type=int, default=10_000, help="for the choice of block and noise level")
+    for name, value in {"steps": 50_000, "batch": 128, "dim": 256, "depth": 12, "heads": 4, "patch": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dry", action="store_true", help="only print the expected time")
+    parser.add_argument("--tiny", action="store_true", help="a small network, 40 steps, 500 images")
+    options = parser.parse_args(given)
+    options.fid_at, options.images = (options.steps,), min(options.images, 500 if options.tiny else 50_000)
+    if options.tiny:
+        vars(options).update(TINY)
+        options.fid_at = ()
+    return options
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,12 +86,13 @@ def mps(folder: Path) -> Iterator[dict[str, str]]:
         subprocess.run([control], input="quit\n", text=True, env=os.environ | env, timeout=60)
 
 
-def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = True) -> list[Spec]:
-    """One worker per run."""
+def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = True, **changes: Any) -> list[Spec]:
+    """One worker per run; changes: other settings of `Spec`."""
     shared = {entry.name: getattr(piece, entry.name) for entry in dataclasses.fields(Recipe)}
     shared |= {"folder": str(work), "data": data, "deadline": deadline, "kernels": kernels}
     if not data:
         shared["num_samples"] = 0
+    shared |= changes
     return [
         Spec(
             run.name,
@@ -105,15 +107,16 @@ def specs(piece: Piece, work: Path, data: str, deadline: float, kernels: bool = 
 
 
 def run_piece(
-    piece: Piece, work: Path, data: str, inception: Path | None, deadline: float, kernels: bool = True
+    piece: Piece, work: Path, data: str, inception: Path | None, deadline: float, kernels: bool = True, **changes: Any
 ) -> None:
     """Start all processes, gather rows until the last one has ended. `touch WORK/RUN.stop` ends one run early."""
+    (work / "finished").unlink(missing_ok=True)
     here = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
     cache = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(work / "inductor"))}
     with mps(work / "mps") as clients:
         env = os.environ | here | cache | clients
         workers = []
-        for spec in specs(piece, work, data, deadline, kernels):
+        for spec in specs(piece, work, data, deadline, kernels, **changes):
             path = work / f"{spec.name}.json"
             write_spec(spec, path)
             workers.append(_start(work / f"{spec.name}.log", env, HERE / "train.py", path))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from experiments.coordinate_checks import CLASSES, WIDTHS
+from experiments.coordinate_checks import CLASSES, SCALED, SCALED_LR, SCALINGS, WIDTHS, scaled_uvit
 from torch import nn
 
 from scalelong.parametrization.attach import INPUT, plan_of
@@ -85,3 +87,10 @@ def test_every_supported_class(name: str) -> None:
     assert found.flat, str(found)
     standard = coordinate_check(make, (32, 64, 128, 256), example=example, parametrization="standard", seeds=1)
     assert standard.worst[2] > 0.5, str(standard)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SCALINGS)
+def test_u_vit_with_every_scaling(method: str) -> None:
+    found = coordinate_check(partial(scaled_uvit, method), WIDTHS, example=SCALED, lr=SCALED_LR)
+    assert found.flat, str(found)

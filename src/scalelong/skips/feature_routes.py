@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from scalelong.errors import did_you_mean, unknown_name
 from scalelong.skips import hooks
-from scalelong.skips.example import as_call, run_example, undisturbed
+from scalelong.skips.example import as_call, run_example, unchanged_on_error, undisturbed
 from scalelong.skips.families import generated_example, known_family, stages
 from scalelong.skips.feature_conditioning import (
     FEATURES_NAME,
@@ -26,6 +26,7 @@ from scalelong.skips.feature_conditioning import (
 from scalelong.skips.long_skip import Call
 
 
+@unchanged_on_error
 def condition_on_features(
     model: nn.Module,
     tap: str | None = None,

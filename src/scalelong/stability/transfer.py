@@ -80,7 +80,10 @@ def transfer_grid(
 
 
 def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point]:
-    """Train what is not trained yet, in folders below `out`, and return the points with their losses; stores them as JSON."""
+    """Train what is not trained yet, in folders below `out`, and return the points with their losses.
+
+    They are also in `out`/transfer.json, which is written after every run.
+    """
     out, points = Path(out), []
     for position, (point, config) in enumerate(grid.items(), 1):
         folder = out / point.name
@@ -97,7 +100,8 @@ def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point
             except NonFiniteError as error:
                 write_text(folder / DIVERGED, f"{error}\n")
         points.append(replace(point, loss=None if (folder / DIVERGED).is_file() else final_loss(folder)))
-    write_text(out / RESULTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
+        if is_main_rank():
+            write_text(out / RESULTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
     return points
 
 
