@@ -107,7 +107,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
         for each in value:
             _check_value(key, each, kinds[0])
     elif hint in (int, float):
-        require_number(key, value, *BOUNDS[key], whole=hint is int)
+        require_number(key, value, *BOUNDS.get(key, (-1e30, 1e30)), whole=hint is int)
     elif hint in (bool, str):
         require(isinstance(value, hint), key, {bool: "true or false", str: "text"}[hint], value)
         require(value is True or value is False or "\0" not in value, key, "text without a NUL character", value)
