@@ -64,7 +64,7 @@ def command_line() -> str:
     for verb in VERBS:
         text = _help([verb])
         parts.append(f"## {verb}\n\n```text\n{text}\n```\n")
-        found = re.match(r"usage: .*\{([\w,-]+)\}", text)
+        found = re.match(r"usage: .*\{([a-z,-]+)\}", text)
         for each in found[1].split(",") if found else []:
             parts.append(f"### {verb} {each}\n\n```text\n{_help([verb, each])}\n```\n")
     return "\n".join(parts)

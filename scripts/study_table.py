@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "experiments" / "study"))
 
 from figures_table import DOCS, RESULTS, fill  # noqa: E402
 from plot import Curve, comparable, relative, smoothed  # noqa: E402
+from results import read_meta  # noqa: E402
 
 PIECE = "a-seed1"  # pieces of this network and training are compared
 CURVES, PICTURE = RESULTS / "study" / "curves.csv", DOCS / "assets" / "study.png"
@@ -49,10 +50,12 @@ class Pair:
         return next((step for step in sorted(self.loss) if self.loss[step] <= 0), None)
 
 
-def pairs() -> dict[str, list[Pair]]:
-    """By method, one pair for each seed, the longest; the unscaled run is that of the piece, or else of the seed."""
+def pairs(like: str = PIECE) -> dict[str, list[Pair]]:
+    """Of the pieces with the network and training of one: by method, one pair for each seed, the longest. The unscaled run is
+    that of the piece, or else of the seed.
+    """
     runs: dict[tuple[str, str, int], dict[str, Curve]] = {}
-    for row in comparable(RESULTS / "study", PIECE):
+    for row in comparable(RESULTS / "study", like):
         run = runs.setdefault((row["experiment"], row["method"], int(row["seed"])), {"train_loss": {}, "fid": {}})
         for column, curve in run.items():
             if row[column]:
@@ -66,7 +69,7 @@ def pairs() -> dict[str, list[Pair]]:
         loss = relative(smoothed(run["train_loss"]), smoothed(base["train_loss"]))
         pair = Pair(method, seed, loss, run["fid"], base["fid"])
         known = found.setdefault(method, {})
-        if seed not in known or known[seed].last < pair.last:
+        if loss and (seed not in known or known[seed].last < pair.last):
             known[seed] = pair
     return {method: [each[seed] for seed in sorted(each)] for method, each in found.items()}
 
@@ -80,6 +83,11 @@ def at_end(found: list[Pair], end: int) -> tuple[float, float, float, int]:
     there = [pair for pair in found if pair.last >= end and end in pair.fid and end in pair.base_fid]
     means = (fmean(values) for values in zip(*((p.loss[end], p.fid[end], p.base_fid[end]) for p in there), strict=True))
     return (*means, len(there))  # type: ignore[return-value]
+
+
+def last_step(found: list[Pair]) -> int:
+    """The last step at which loss and FID of a method and of the unscaled network are known."""
+    return max(step for pair in found for step in pair.fid if step in pair.loss and step in pair.base_fid)
 
 
 def verdict(loss: float, fid: float, base: float) -> str:
@@ -96,8 +104,8 @@ def _sign(value: float, limit: float) -> int:
 
 def headline(found: Mapping[str, list[Pair]]) -> str:
     """One paragraph: how the main methods end, and who leads when."""
-    end = max(pair.last for each in found.values() for pair in each)
-    main = [method for method in ("cs kappa=0.7", "ls") if any(pair.last >= end for pair in found[method])]
+    end = last_step(found["cs kappa=0.7"])
+    main = [method for method in ("cs kappa=0.7", "ls") if last_step(found[method]) >= end]
     said, seeds = [], 0
     for method in main:
         loss, fid, base, seeds = at_end(found[method], end)
@@ -158,7 +166,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
     cs = found["cs kappa=0.7"]
     early = [pair.loss[10_000] for pair in cs]
     middle = [pair.loss[step] for pair in cs for step in range(40_000, 70_001, 10_000) if step in pair.loss]
-    end = max(pair.last for pair in cs)
+    end = last_step(cs)
     loss, fid, base, seeds = at_end(cs, end)
     level = _steps([pair.level_at for pair in cs])
     short = {m: _fids(RESULTS / "cifar10-uvit-s2-batch64" / m / "metrics.jsonl") for m in ("none", "cs")}
@@ -169,6 +177,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
     )
     tuned = {float(row["kappa"]): float(row["fid"]) for row in _rows("skip_tuning.csv") if row["method"] == "cs"}
     ls = ", ".join(f"{pair.loss[pair.last]:+.2f}% (seed {pair.seed}, {pair.last:,} steps)" for pair in found["ls"])
+    ls_ahead = any(pair.loss[pair.last] < 0 for pair in found["ls"])
     rows = [
         (
             "U-ViT of width 256, depth 12; batch 128, rate 2e-4; under 30,000 steps",
@@ -183,7 +192,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
         ),
         (
             f"the same, {end:,} steps",
-            "either",
+            {"ahead of": "CS 0.7", "behind": "no scaling"}.get(verdict(loss, fid, base), "either"),
             f"CS {verdict(loss, fid, base)} none: loss {loss:+.2f}%, FID {fid:.1f} against {base:.1f} "
             f"({_plural(seeds, 'seed')})",
         ),
@@ -200,7 +209,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
             f"CS 0.5 {100 * (before / plain - 1):+.1f}% test loss, with `after_norm` "
             f"{100 * (after / plain - 1):+.1f}% (3 seeds)",
         ),
-        ("LS instead of CS", "not for its loss", f"training loss at the end: {ls}"),
+        ("LS instead of CS", "either" if ls_ahead else "not for its loss", f"training loss at the end: {ls}"),
         (
             "a network that was trained without scaling",
             "no scaling",
@@ -218,8 +227,36 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
             "the paper reports gains there; not measured here (in the queue of the study)",
         ),
     ]
+    rows[3:3] = other_settings()
     lines = ["| training | use | measured |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def other_settings() -> list[tuple[str, str, str]]:
+    """A row for each other network or training of the study: depth, batch, rate, data."""
+    pieces, shown, found = read_meta(RESULTS / "study")["pieces"], {row["experiment"] for row in _comparable(PIECE)}, []
+    for piece, about in pieces.items():
+        if piece in shown:
+            continue
+        shown |= {row["experiment"] for row in _comparable(piece)}
+        settings, said, ahead = about["settings"], [], []
+        for method, each in pairs(piece).items():
+            gaps = [pair.loss[pair.last] for pair in each]
+            if gaps:
+                said.append(f"{name(method)} {fmean(gaps):+.2f}% loss ({_plural(len(gaps), 'seed')})")
+                ahead += [name(method)] if max(gaps) < -LEVEL_LOSS and len(gaps) > 1 else []
+        where = (
+            f"width {settings['dim']}, depth {settings['depth']}, batch {settings['batch']}, rate {settings['lr']:g}"
+        )
+        training = f"U-ViT of {where}; {settings['steps']:,} steps"
+        if said:
+            found.append((training, " or ".join(ahead) or "no clear gain", "; ".join(said)))
+    return found
+
+
+def _comparable(piece: str) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = comparable(RESULTS / "study", piece)
+    return rows
 
 
 def _fids(path: Path) -> dict[int, float]:

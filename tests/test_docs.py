@@ -211,7 +211,7 @@ def test_generated_pages(page: str) -> None:
         page
     ]()
     expected = {
-        "cli.md": [f"\n## {verb}\n" for verb in VERBS],
+        "cli.md": [*(f"\n## {verb}\n" for verb in VERBS), "\n### data fetch\n", "\n### autoencoder train\n"],
         "settings.md": [
             "`training.batch_size` | integer from 1",
             "`training.steps` ↻",

@@ -15,7 +15,7 @@ from scalelong.errors import StoppedError, one_line, unknown_name
 from scalelong.progress import LogHandler
 
 VERBS = {
-    "demo": "train none, rsqrt2, cs and ls on embedded digits and compare them",
+    "demo": "train none, cs and ls on embedded digits and compare them",
     "train": "train a preset; the same command again resumes",
     "sample": "sample images from a trained run",
     "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
