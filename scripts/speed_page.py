@@ -86,10 +86,12 @@ def growth_table(rows: Rows, on_gpu: bool) -> str:
     for factor, value in dict.fromkeys((row["factor"], row["value"]) for row in rows):
         here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
         plain = here["none"]
-        memory = f"{plain['peak_gib']:.1f} GiB" if on_gpu else f"{plain['activation_mib']:.1f} MiB"
+        memory = f"{plain['peak_gib']:.1f} GiB" if "peak_gib" in plain else ""
+        memory = memory or (f"{plain['activation_mib']:.1f} MiB" if "activation_mib" in plain else "")
+        value = {False: "off", True: "on"}[value] if factor == "checkpointing" else value
         ratios = [here[method].get("over_none", here[method]["ms"] / plain["ms"]) for method in ("cs", "ls")]
         over = [f"{ratio - 1:+.1%}" for ratio in ratios]
-        lines.append((f"{factor} {value}", ms(plain), *over, memory if factor != "ranks" else ""))
+        lines.append((f"{factor} {value}", ms(plain), *over, memory))
     return table(("", "ms per step, none", "cs", "ls", "peak memory" if on_gpu else "activations"), lines)
 
 
@@ -158,7 +160,7 @@ def page() -> str:
     for name, title in (("step.json", "on a GPU"), ("step_cpu.json", "on a CPU")):
         if result := read(name):
             parts += [f"## A training step {title}", source(result, name), step_table(result, name == "step.json")]
-            if "first_step_seconds" in result:
+            if "first_step_processor_seconds" in result:
                 imports = max(0.0, result["import_processor_seconds_over_torch"])
                 parts.append(
                     START.format(imports, result["first_step_processor_seconds"], result["first_step_seconds"])
@@ -210,7 +212,7 @@ tensors that one kernel updates, and on a GPU runs forward and backward pass as 
 200 steps (`tests/training/test_fast.py`). It is for one rank, AdamW and bf16 or fp32; checkpoints are the same."""
 
 START = """`import scalelong` takes {:.2f} s beyond `import torch`; from the start of Python to the end of the
-demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of five, on a machine that others use)."""
+demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of three, on a machine that others use)."""
 
 EARLIER = """Measured by an earlier version of the benchmark, U-ViT-S/2 on one NVIDIA H200, torch 2.11, bf16, before
 there was `--training.compile step`. The peer is the same network with a concatenation before each skip's linear
