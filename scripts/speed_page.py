@@ -49,19 +49,18 @@ def ms(row: dict[str, Any]) -> str:
 
 
 def step_table(result: dict[str, Any], on_gpu: bool) -> str:
-    """The rows of benchmarks/step.py; ratios are those to the peers of the same batch and method, or of `none`."""
+    """The rows of benchmarks/step.py; ratios are those to the peers of the same batch without scaling, on a CPU to those
+    of the same method, window by window."""
     names = {"recipe": "public recipe", "loop": "plain loop", "trainer": "**trainer**"}
     lines = []
     for row in result["rows"]:
-        peers = {
-            case: min((r for r in result["rows"] if r["case"] == case and r["batch"] == row["batch"]), default=None,
-                      key=lambda r: (r["method"] != row["method"], r.get("beside") != f"trainer {row.get('compile')}"))
-            for case in ("recipe", "loop")
-        }  # fmt: skip
-        if not on_gpu and row["case"] == "trainer":
+        here = [each for each in result["rows"] if each["batch"] == row["batch"]]
+        peers = {each["case"]: each for each in here if each["method"] == "none"}
+        ratios = ["", ""]
+        if on_gpu:
+            ratios = [f"{row['ms'] / peers[name]['ms']:.2f}" if name in peers else "" for name in ("recipe", "loop")]
+        elif row["case"] == "trainer":
             ratios = [f"{row['ms_over_recipe']:.2f}", f"{row['ms_over_loop']:.2f}"]
-        else:
-            ratios = [f"{row['ms'] / peer['ms']:.2f}" if peer else "" for peer in peers.values()]
         what = names.get(row["case"], row["case"]) + (f", compile {row['compile']}" if "compile" in row else "")
         beside = row["beside"].removeprefix("trainer ") if "beside" in row else ""
         what += f" (beside {beside})" if beside else ""
