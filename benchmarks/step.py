@@ -191,7 +191,7 @@ def startup() -> dict[str, float]:
         "first_step": first_step,
     }
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in programs}
-    for _ in range(5):
+    for _ in range(3):
         for name, program in programs.items():
             command = [sys.executable, "-c", program, str(time.time())]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -219,7 +219,7 @@ class Results:
         row |= {"images_per_second": batch / row["ms"] * 1e3, "tflops": tflops, "peak_gib": peak}
         row["share_of_matmul"] = tflops * 1e12 / self.ceiling
         self.content["rows"].append(row)
-        name = " ".join(str(value) for value in what.values())
+        name = " ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in what.values())
         print(f"{batch:5} {name:32} {row['ms']:8.2f} ms ({row['ms_low']:.2f} to {row['ms_high']:.2f}) "
               f"{row['images_per_second']:8.0f} img/s {row['share_of_matmul']:6.1%}", flush=True)  # fmt: skip
         write(self.out, self.content)
@@ -283,13 +283,13 @@ def on_a_cpu(command: Benchmark, results: Results) -> None:
             ours, *theirs = trainer_windows(config, command.windows, command.steps, 5, peers)
             for name, times in zip(("recipe", "loop"), theirs, strict=True):
                 results.add(times, flops, batch, case=name, method=method, beside=f"trainer {mode}")
-            results.add(ours, flops, batch, case="trainer", method=method, compile=mode)
-            ratio = statistics.median(a / b for a, b in zip(ours, theirs[0], strict=True))
-            results.content["rows"][-1]["ms_over_recipe"] = ratio
-            results.content["rows"][-1]["ms_over_loop"] = statistics.median(
-                a / b for a, b in zip(ours, theirs[1], strict=True)
-            )
-            print(f"      trainer over recipe, window by window: {ratio:.3f}")
+            over = {
+                f"ms_over_{name}": statistics.median(
+                    a / b for a, b in zip(ours, times, strict=True)
+                )  # window by window
+                for name, times in zip(("recipe", "loop"), theirs, strict=True)
+            }
+            results.add(ours, flops, batch, case="trainer", method=method, compile=mode, **over)
 
 
 def main() -> None:

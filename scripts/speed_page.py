@@ -49,19 +49,18 @@ def ms(row: dict[str, Any]) -> str:
 
 
 def step_table(result: dict[str, Any], on_gpu: bool) -> str:
-    """The rows of benchmarks/step.py; ratios are those to the peers of the same batch and method, or of `none`."""
+    """The rows of benchmarks/step.py; ratios are those to the peers of the same batch without scaling, on a CPU to those
+    of the same method, window by window."""
     names = {"recipe": "public recipe", "loop": "plain loop", "trainer": "**trainer**"}
     lines = []
     for row in result["rows"]:
-        peers = {
-            case: min((r for r in result["rows"] if r["case"] == case and r["batch"] == row["batch"]), default=None,
-                      key=lambda r: (r["method"] != row["method"], r.get("beside") != f"trainer {row.get('compile')}"))
-            for case in ("recipe", "loop")
-        }  # fmt: skip
-        if not on_gpu and row["case"] == "trainer":
+        here = [each for each in result["rows"] if each["batch"] == row["batch"]]
+        peers = {each["case"]: each for each in here if each["method"] == "none"}
+        ratios = ["", ""]
+        if on_gpu:
+            ratios = [f"{row['ms'] / peers[name]['ms']:.2f}" if name in peers else "" for name in ("recipe", "loop")]
+        elif row["case"] == "trainer":
             ratios = [f"{row['ms_over_recipe']:.2f}", f"{row['ms_over_loop']:.2f}"]
-        else:
-            ratios = [f"{row['ms'] / peer['ms']:.2f}" if peer else "" for peer in peers.values()]
         what = names.get(row["case"], row["case"]) + (f", compile {row['compile']}" if "compile" in row else "")
         beside = row["beside"].removeprefix("trainer ") if "beside" in row else ""
         what += f" (beside {beside})" if beside else ""
@@ -86,10 +85,12 @@ def growth_table(rows: Rows, on_gpu: bool) -> str:
     for factor, value in dict.fromkeys((row["factor"], row["value"]) for row in rows):
         here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
         plain = here["none"]
-        memory = f"{plain['peak_gib']:.1f} GiB" if on_gpu else f"{plain['activation_mib']:.1f} MiB"
+        memory = f"{plain['peak_gib']:.1f} GiB" if "peak_gib" in plain else ""
+        memory = memory or (f"{plain['activation_mib']:.1f} MiB" if "activation_mib" in plain else "")
+        value = {False: "off", True: "on"}[value] if factor == "checkpointing" else value
         ratios = [here[method].get("over_none", here[method]["ms"] / plain["ms"]) for method in ("cs", "ls")]
         over = [f"{ratio - 1:+.1%}" for ratio in ratios]
-        lines.append((f"{factor} {value}", ms(plain), *over, memory if factor != "ranks" else ""))
+        lines.append((f"{factor} {value}", ms(plain), *over, memory))
     return table(("", "ms per step, none", "cs", "ls", "peak memory" if on_gpu else "activations"), lines)
 
 
@@ -158,7 +159,7 @@ def page() -> str:
     for name, title in (("step.json", "on a GPU"), ("step_cpu.json", "on a CPU")):
         if result := read(name):
             parts += [f"## A training step {title}", source(result, name), step_table(result, name == "step.json")]
-            if "first_step_seconds" in result:
+            if "first_step_processor_seconds" in result:
                 imports = max(0.0, result["import_processor_seconds_over_torch"])
                 parts.append(
                     START.format(imports, result["first_step_processor_seconds"], result["first_step_seconds"])
@@ -210,7 +211,7 @@ tensors that one kernel updates, and on a GPU runs forward and backward pass as 
 200 steps (`tests/training/test_fast.py`). It is for one rank, AdamW and bf16 or fp32; checkpoints are the same."""
 
 START = """`import scalelong` takes {:.2f} s beyond `import torch`; from the start of Python to the end of the
-demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of five, on a machine that others use)."""
+demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of three, on a machine that others use)."""
 
 EARLIER = """Measured by an earlier version of the benchmark, U-ViT-S/2 on one NVIDIA H200, torch 2.11, bf16, before
 there was `--training.compile step`. The peer is the same network with a concatenation before each skip's linear
