@@ -194,8 +194,17 @@ def test_diagnosis_tells_unimodal_from_monotone(tmp_path: Path) -> None:
         ([0.7, 0.8, 0.6], "is unimodal"),
         ([0.9, 0.8, 0.6], "is monotone"),
         ([0.9, 0.901, 0.6], "undecided"),
+        ([0.9, 0.899, 0.6], "undecided"),
+        ([0.9, 0.8], "fewer than three levels"),
     ):
-        probe = {"step": 10, "kind": "linear_probe", "noise": [0.1, 1.0, 3.0], "level": 1.0, "held_out": [row], **about}
+        probe = {
+            "step": 10,
+            "kind": "linear_probe",
+            "noise": [0.1, 1.0, 3.0][: len(row)],
+            "level": 1.0,
+            "held_out": [row],
+            **about,
+        }
         lines = [{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}, probe, {**probe, "held_out": "damaged"}]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         assert read_run(tmp_path).damaged_lines == 1

@@ -130,17 +130,20 @@ def _semantics(run: Run) -> list[Sentence]:
     best, first = row.index(max(row)), row[0]
     gain = row[best] - first
     shape = f"peaks at noise {levels[best]:.2g}, {100 * gain:.1f} points above noise {levels[0]:.2g}"
-    if best == 0 or gain <= 0:
+    alarming = False
+    if len(levels) < 3:
+        verdict = "has no shape with fewer than three levels; probe more (--levels 9)"
+    elif best == 0 and row[0] - max(row[1:]) <= error:
+        close = f"is as high at noise {levels[row.index(max(row[1:]), 1)]:.2g} as at the lowest"
+        verdict = f"{close}, within the error of {100 * error:.1f}: unimodal or monotone, undecided"
+    elif best == 0:
         verdict, alarming = "is monotone: it falls from the lowest noise on, as in networks that memorise", True
     elif gain <= error:
-        verdict, alarming = (
-            f"{shape}, which is within the error of {100 * error:.1f}: unimodal or monotone, undecided",
-            False,
-        )
+        verdict = f"{shape}, which is within the error of {100 * error:.1f}: unimodal or monotone, undecided"
     elif best == len(row) - 1:
-        verdict, alarming = f"rises up to the highest noise measured, {levels[best]:.2g}; probe higher levels", False
+        verdict = f"rises up to the highest noise measured, {levels[best]:.2g}; probe higher levels"
     else:
-        verdict, alarming = f"is unimodal: it {shape}, as in networks that generalise", False
+        verdict = f"is unimodal: it {shape}, as in networks that generalise"
     text = f"Linear-probe accuracy of {record['block']} over noise {verdict} ({len(levels)} levels)."
     return [Sentence("semantics", text, gain, alarming)]
 
