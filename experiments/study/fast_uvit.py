@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from scalelong.backbones.uvit import Attention, Mlp, PatchEmbed
+from scalelong.backbones.uvit import Attention, PatchEmbed
 
 TILE = 64
 TOKENS = TILE + 1
@@ -26,8 +26,6 @@ def speed_up(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Attention and module.qkv.in_features == module.heads * TILE:
             module.__class__ = FastAttention
-        elif type(module) is Mlp:
-            module.__class__ = FastMlp
         elif type(module) is PatchEmbed:
             module.__class__ = FastPatchEmbed
 
@@ -37,11 +35,6 @@ class FastAttention(Attention):
         if x.shape[1] != TOKENS:
             return super().forward(x)
         return self.proj(attention(self.qkv(x), self.heads))
-
-
-class FastMlp(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        return gelu(self.fc1(x))
 
 
 class FastPatchEmbed(PatchEmbed):
@@ -133,20 +126,31 @@ def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl
     _store(target + width, 3 * width, dk, dk_last, D, N)
 
 
+def attention_into(qkv: Tensor, out: Tensor, heads: int) -> None:
+    """Write softmax(q k / 8) v of each head to out: (B * 65, 3 H 64) -> (B * 65, H 64), contiguous."""
+    programs = qkv.numel() // (3 * TILE * TOKENS)
+    _forward[(programs,)](qkv, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+
+
+def attention_backward_into(qkv: Tensor, grad: Tensor, out: Tensor, heads: int) -> None:
+    """Write the gradient at qkv to out."""
+    programs = qkv.numel() // (3 * TILE * TOKENS)
+    _backward[(programs,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+
+
 @torch.library.custom_op("study::attention", mutates_args=())
 def attention(qkv: Tensor, heads: int) -> Tensor:
-    """(B, 65, 3 H 64) -> (B, 65, H 64): softmax(q k / 8) v of each head."""
-    qkv = qkv.contiguous()
+    """(B, 65, 3 H 64) -> (B, 65, H 64)."""
     out = qkv.new_empty(*qkv.shape[:2], heads * TILE)
-    _forward[(len(qkv) * heads,)](qkv, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    attention_into(qkv.contiguous(), out, heads)
     return out
 
 
 @torch.library.custom_op("study::attention_backward", mutates_args=())
 def attention_backward(qkv: Tensor, grad: Tensor, heads: int) -> Tensor:
-    qkv, grad = qkv.contiguous(), grad.contiguous()
+    qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
-    _backward[(len(qkv) * heads,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    attention_backward_into(qkv, grad.contiguous(), out, heads)
     return out
 
 
@@ -162,7 +166,7 @@ def _(qkv: Tensor, _grad: Tensor, _heads: int) -> Tensor:
 
 def _save(ctx, inputs, output) -> None:  # noqa: ARG001
     ctx.save_for_backward(inputs[0])
-    ctx.heads = inputs[1] if len(inputs) > 1 else 0
+    ctx.heads = inputs[1]
 
 
 attention.register_autograd(
@@ -182,50 +186,3 @@ def _normal(x):
     tail = tl.exp(-z * z)
     above = 1.0 - 0.5 * polynomial * tail
     return tail * 0.3989422804014327, tl.where(x < 0, 1.0 - above, above)
-
-
-@triton.jit
-def _gelu(x, y, n, BLOCK: tl.constexpr):  # noqa: N803
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
-    _, below = _normal(value)
-    tl.store(y + index, (value * below).to(y.dtype.element_ty), mask=index < n)
-
-
-@triton.jit
-def _gelu_backward(x, grad, dx, n, BLOCK: tl.constexpr):  # noqa: N803
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
-    up = tl.load(grad + index, mask=index < n, other=0.0).to(tl.float32)
-    density, below = _normal(value)
-    tl.store(dx + index, (up * (below + value * density)).to(dx.dtype.element_ty), mask=index < n)
-
-
-@torch.library.custom_op("study::gelu", mutates_args=())
-def gelu(x: Tensor) -> Tensor:
-    """Exact GELU of a contiguous tensor."""
-    x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
-    _gelu[(triton.cdiv(n, 2048),)](x, y, n, 2048, num_warps=8)
-    return y
-
-
-@torch.library.custom_op("study::gelu_backward", mutates_args=())
-def gelu_backward(x: Tensor, grad: Tensor) -> Tensor:
-    x, grad = x.contiguous(), grad.contiguous()
-    dx, n = torch.empty_like(x), x.numel()
-    _gelu_backward[(triton.cdiv(n, 2048),)](x, grad, dx, n, 2048, num_warps=8)
-    return dx
-
-
-@gelu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@gelu_backward.register_fake
-def _(x: Tensor, _grad: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-gelu.register_autograd(lambda ctx, grad: gelu_backward(*ctx.saved_tensors, grad), setup_context=_save)
