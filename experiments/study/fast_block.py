@@ -1,12 +1,15 @@
-"""A transformer block of the U-ViT as two operations, forward and backward, made of the kernels in products.py.
+"""A transformer block of the U-ViT, with the join of its skip, as two operations made of the kernels in products.py.
 
-The products of a block take bfloat16 copies of its weights, as under autocast; the path around them keeps the type it has.
-The block's parameters are two tensors, `flat` and `norms`, in the order in which `Weights` lays them out:
+Products take bfloat16 copies of weights and values, as under autocast; the path around them keeps the type it has. The
+block's parameters are two tensors, in the order in which `Weights` lays them out:
 
-    flat   qkv.weight, proj.weight, proj.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias
+    flat   skip_linear.weight and .bias in an out-block, qkv.weight, proj.weight, proj.bias, fc1.weight, fc1.bias,
+           fc2.weight, fc2.bias
     norms  norm1.weight, norm1.bias, norm2.weight, norm2.bias
 
 Of the hidden layer only the values before GELU are kept for the backward pass, of the norms only mean and deviation.
+
+Shapes: M rows (images x tokens), D width.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 from weights import Weights
 
-from scalelong.backbones.uvit import Block
+from scalelong.backbones.uvit import Block, SkipLinear
 
 WIDTHS = (128, 256)  # tiles span whole rows
 
@@ -37,33 +40,32 @@ class Tiling:
     warps: int = 8
     stages: int = 3
 
+    @property
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 TILINGS = {
-    "linear": Tiling(),  # qkv
-    "linear_back": Tiling(),  # proj
-    "gelu": Tiling(),
-    "gelu_backward": Tiling(),
-    "add_norm": Tiling(),
-    "add": Tiling(),
-    "norm_backward": Tiling(),
+    "qkv": Tiling(),
+    "proj": Tiling(rows=64),  # with the norm behind it
+    "fc1": Tiling(),
+    "fc2": Tiling(rows=64),
+    "join": Tiling(rows=64),
+    "join_backward": Tiling(rows=64),
+    "fc2_backward": Tiling(),
+    "norm_backward": Tiling(rows=64),
+    "proj_backward": Tiling(),
     "weights": Tiling(),
 }
-PARTS = 5  # of the rows, in gradients of weights: fills an H200 with 120 tiles at D = 256 and batch 128
+PARTS = (5, 4)  # of the rows in gradients of weights, without and with a join: 120 and 112 tiles at D = 256
 
 
-def matrices(flat: Tensor, width: int) -> tuple[Tensor, ...]:
-    """The views of `flat` as parameters."""
-    d = width
-    shapes = ((3 * d, d), (d, d), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
-    found, start = [], 0
-    for shape in shapes:
-        size = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
-        found.append(flat[start : start + size].view(shape))
-        start += size
-    return tuple(found)
+def matrices(flat: Tensor, d: int, joins: bool) -> tuple[Tensor, ...]:
+    """The parameters in `flat`, views."""
+    shapes = [(d, 2 * d), (1, d)] if joins else []
+    shapes += [(3 * d, d), (d, d), (1, d), (4 * d, d), (1, 4 * d), (d, 4 * d), (1, d)]
+    parts = flat.split([rows * columns for rows, columns in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -76,150 +78,199 @@ def _linear(a: Tensor, w: Tensor, t: Tiling, transposed: bool) -> Tensor:
     bn = min(t.columns, columns)
     right = _tiles(w, bn, t.inner) if transposed else _tiles(w, t.inner, bn)
     out = a.new_empty(rows, columns)
-    grid = (triton.cdiv(columns, bn), triton.cdiv(rows, t.rows))
-    products._linear[grid](
-        _tiles(a, t.rows, t.inner), right, out, rows, columns, inner, t.rows, bn, t.inner, transposed, **t.options()
+    products._linear[columns // bn, triton.cdiv(rows, t.rows)](
+        _tiles(a, t.rows, t.inner), right, out, rows, columns, inner, t.rows, bn, t.inner, transposed, **t.options
     )
     return out
 
 
-def _linear_gelu(a: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """a w^T + bias, and GELU of it."""
-    t, (rows, inner), columns = TILINGS["gelu"], a.shape, len(w)
-    pre, out = a.new_empty(rows, columns), a.new_empty(rows, columns)
-    products._linear_gelu[(columns // t.columns, triton.cdiv(rows, t.rows))](
-        _tiles(a, t.rows, t.inner), _tiles(w, t.columns, t.inner), bias, pre, out, rows, columns, inner,
-        t.rows, t.columns, t.inner, **t.options(),
-    )  # fmt: skip
-    return pre, out
+def _low(x: Tensor, like: Tensor) -> Tensor:
+    """x in the type of the weights."""
+    return x if x.dtype == like.dtype else _scaled(x, like, None, 1.0)
 
 
-def _linear_add(a: Tensor, w: Tensor, bias: Tensor, x: Tensor, gain: Tensor, shift: Tensor, n: Tensor, stats: Tensor,
-                norm: bool) -> Tensor:  # fmt: skip
-    """x + a w^T + bias; with norm, also its LayerNorm into n."""
-    t, (rows, inner), d = TILINGS["add_norm" if norm else "add"], a.shape, len(w)
-    out = torch.empty_like(x)
-    products._linear_add[(triton.cdiv(rows, t.rows),)](
-        _tiles(a, t.rows, t.inner), _tiles(w, d, t.inner), bias, x, out, gain, shift, n, stats, rows, inner,
-        d, t.rows, t.inner, norm, **t.options(),
-    )  # fmt: skip
+def _scaled(x: Tensor, like: Tensor, coefficients: Tensor | None, factor: float) -> Tensor:
+    """x times a number, or times one number per row, in the type of the weights."""
+    (rows, d), out = x.shape, like.new_empty(x.shape)
+    gated = coefficients is not None
+    products._scale[(triton.cdiv(rows, 16),)](
+        x, coefficients if gated else x, out, factor, rows, d, 16, gated, num_warps=4
+    )
     return out
 
 
-def forward(x: Tensor, flat: Tensor, norms: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """The output, and what the backward pass needs: qkv, attention, middle, values before GELU, statistics of the norms."""
-    d = x.shape[-1]
-    qkv_w, proj_w, proj_b, fc1_w, fc1_b, fc2_w, fc2_b = matrices(flat, d)
+# -------------------------------------------------------------------------------------------------------------- forward
+
+
+def forward(
+    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float
+) -> tuple[Tensor, ...]:
+    """The output, then what the backward pass needs.
+
+    That is: qkv, attention, middle, values before GELU, statistics of the norms; with a skip also the scaled skip and the
+    output of the join.
+    """
+    (rows, d), joined = x.shape, ()
     gain1, shift1, gain2, shift2 = norms.view(4, d)
-    rows = x.numel() // d
-    x = x.contiguous().view(rows, d)
+    *join, qkv_w, proj_w, proj_b, fc1_w, fc1_b, fc2_w, fc2_b = matrices(flat, d, skip is not None)
     n, stats = flat.new_empty(rows, d), norms.new_empty(4, rows)
-    products._norm[(triton.cdiv(rows, 16),)](x, gain1, shift1, n, stats, rows, d, 16, num_warps=4)
-    qkv = _linear(n, qkv_w, TILINGS["linear"], transposed=True)
+    if skip is None:
+        products._norm[(triton.cdiv(rows, 16),)](x, gain1, shift1, n, stats, rows, d, 16, num_warps=4)
+    else:
+        t = TILINGS["join"]
+        scaled, out = _scaled(skip, flat, coefficients, factor), flat.new_empty(rows, d)
+        pair = (_tiles(_low(x, flat), t.rows, t.inner), _tiles(scaled, t.rows, t.inner))
+        x, joined, operands = out, (scaled, out), (*pair, _tiles(join[0], d, t.inner), join[1])
+        products._join[(triton.cdiv(rows, t.rows),)](
+            *operands, x, gain1, shift1, n, stats, rows, d, t.rows, t.inner, **t.options
+        )
+    qkv = _linear(n, qkv_w, TILINGS["qkv"], transposed=True)
     mixed = flat.new_empty(rows, d)
     attention_into(qkv, mixed, heads)
-    middle = _linear_add(mixed, proj_w, proj_b, x, gain2, shift2, n, stats[2:], norm=True)
-    pre, hidden = _linear_gelu(n, fc1_w, fc1_b)
-    out = _linear_add(hidden, fc2_w, fc2_b, middle, gain2, shift2, n, stats, norm=False)
-    return out, qkv, mixed, middle, pre, stats
 
+    def add(a: Tensor, w: Tensor, bias: Tensor, x: Tensor, t: Tiling, norm: bool) -> Tensor:
+        """x + a w^T + bias; with norm also its LayerNorm, into n."""
+        out = torch.empty_like(x)
+        products._linear_add[(triton.cdiv(rows, t.rows),)](
+            _tiles(a, t.rows, t.inner), _tiles(w, d, t.inner), bias, x, out, gain2, shift2, n, stats[2:], rows,
+            a.shape[1], d, t.rows, t.inner, norm, **t.options,
+        )  # fmt: skip
+        return out
 
-def _norm_backward(
-    g: Tensor, w: Tensor, x: Tensor, stats: Tensor, gain: Tensor, shift: Tensor, up: Tensor, sums: Tensor, first: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient at x, the same in low precision (with norm 2 only), LayerNorm(x)."""
-    t, (rows, inner), d = TILINGS["norm_backward"], g.shape, w.shape[1]
-    dx, n, biases = torch.empty_like(x), g.new_empty(rows, d), first == 8 * d
-    low = dx if dx.dtype == g.dtype or not biases else g.new_empty(rows, d)
-    products._norm_backward[(triton.cdiv(rows, t.rows),)](
-        _tiles(g, t.rows, t.inner), _tiles(w, t.inner, d), x, stats, gain, shift, up, dx, low, n, sums,
-        rows, first, 10 * d, inner, d, t.rows, t.inner, biases, **t.options(),
+    middle = add(mixed, proj_w, proj_b, x, TILINGS["proj"], norm=True)
+    t, pre, hidden = TILINGS["fc1"], flat.new_empty(rows, 4 * d), flat.new_empty(rows, 4 * d)
+    products._linear_gelu[4 * d // t.columns, triton.cdiv(rows, t.rows)](
+        _tiles(n, t.rows, t.inner), _tiles(fc1_w, t.columns, t.inner), fc1_b, pre, hidden, rows, 4 * d, d,
+        t.rows, t.columns, t.inner, **t.options,
     )  # fmt: skip
-    return dx, low, n
+    out = add(hidden, fc2_w, fc2_b, middle, TILINGS["fc2"], norm=False)
+    return out, qkv, mixed, middle, pre, stats, *joined
+
+
+# ------------------------------------------------------------------------------------------------------------- backward
 
 
 def backward(
-    dy: Tensor, x: Tensor, flat: Tensor, norms: Tensor, qkv: Tensor, mixed: Tensor, middle: Tensor, pre: Tensor,
-    stats: Tensor, heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients at x, flat and norms."""
-    d = x.shape[-1]
-    qkv_w, proj_w, _, fc1_w, _, fc2_w, _ = matrices(flat, d)
+    dy: Tensor, x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None,
+    factor: float, qkv: Tensor, mixed: Tensor, middle: Tensor, pre: Tensor, stats: Tensor, *joined: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients at x, flat, norms; with a skip also at the skip and at the coefficients (of no meaning without them)."""
+    rows, d = x.shape
     gain1, shift1, gain2, shift2 = norms.view(4, d)
-    rows = x.numel() // d
-    x, dy = x.contiguous().view(rows, d), dy.contiguous().view(rows, d)
-    dy_low = dy.to(flat.dtype)
-    t = TILINGS["gelu_backward"]
-    if t.rows != TILINGS["norm_backward"].rows:
-        raise ValueError("sums over rows are shared: gelu_backward and norm_backward need tiles of as many rows")
-    tiles = triton.cdiv(rows, t.rows)
-    sums = norms.new_empty(tiles, 10 * d)
-    dpre, hidden = torch.empty_like(pre), torch.empty_like(pre)
-    products._linear_gelu_backward[(4 * d // t.columns, tiles)](
+    *join, qkv_w, proj_w, _, fc1_w, _, fc2_w, _ = matrices(flat, d, skip is not None)
+    dy_low, width = _low(dy, flat), 11 * d
+    tiles = {key: triton.cdiv(rows, TILINGS[key].rows) for key in ("fc2_backward", "norm_backward", "join_backward")}
+    sums = norms.new_empty(max(tiles.values()), width)
+
+    t, dpre, hidden = TILINGS["fc2_backward"], torch.empty_like(pre), torch.empty_like(pre)
+    products._linear_gelu_backward[4 * d // t.columns, tiles["fc2_backward"]](
         _tiles(dy_low, t.rows, t.inner), _tiles(fc2_w, t.inner, t.columns), pre, dpre, hidden, sums,
-        rows, 4 * d, d, 10 * d, d, t.rows, t.columns, t.inner, **t.options(),
+        rows, 4 * d, d, width, d, t.rows, t.columns, t.inner, **t.options,
     )  # fmt: skip
-    dmiddle, low, n2 = _norm_backward(dpre, fc1_w, middle, stats[2:], gain2, shift2, dy, sums, 8 * d)
-    dmixed = _linear(low, proj_w, TILINGS["linear_back"], transposed=False)
-    dqkv = torch.empty_like(qkv)
+
+    def norm_backward(
+        g: Tensor, w: Tensor, x: Tensor, stats: Tensor, gain: Tensor, shift: Tensor, up: Tensor, second: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient at x, for norm 2 also in low precision; and LayerNorm(x)."""
+        t, dx, n = TILINGS["norm_backward"], torch.empty_like(x), torch.empty_like(mixed)
+        low = torch.empty_like(n) if second and dx.dtype != n.dtype else dx
+        products._norm_backward[(tiles["norm_backward"],)](
+            _tiles(g, t.rows, t.inner), _tiles(w, t.inner, d), x, stats, gain, shift, up, dx, low, n, sums,
+            rows, (8 if second else 6) * d, width, g.shape[1], d, t.rows, t.inner, second, **t.options,
+        )  # fmt: skip
+        return dx, low, n
+
+    dmiddle, dmiddle_low, n2 = norm_backward(dpre, fc1_w, middle, stats[2:], gain2, shift2, dy, second=True)
+    dmixed, dqkv = _linear(dmiddle_low, proj_w, TILINGS["proj_backward"], transposed=False), torch.empty_like(qkv)
     attention_backward_into(qkv, dmixed, dqkv, heads)
-    dx, _, n1 = _norm_backward(dqkv, qkv_w, x, stats, gain1, shift1, dmiddle, sums, 6 * d)
-    t = TILINGS["weights"]
-    parts = norms.new_empty(PARTS, 12 * d * d)
-    strip, steps = min(t.rows, d), triton.cdiv(rows, t.inner * PARTS)
-    pairs = ((dqkv, n1), (low, mixed), (dpre, n2), (dy_low, hidden))
-    operands = [_tiles(tensor, t.inner, size) for pair in pairs for tensor, size in zip(pair, (strip, d), strict=True)]
-    products._weight_gradients[(12 * (d // strip) * PARTS,)](
-        *operands, parts, steps, d, strip, t.inner, **t.options()
+    first = x if skip is None else joined[1]
+    dx, _, n1 = norm_backward(dqkv, qkv_w, first, stats, gain1, shift1, dmiddle, second=False)
+
+    found: tuple[Tensor, ...] = ()
+    pairs = [(dqkv, n1), (dmiddle_low, mixed), (dpre, n2), (dy_low, hidden)]
+    if skip is not None:
+        t, g, gated = TILINGS["join_backward"], dx, coefficients is not None
+        dx, dskip, dcoefficients = torch.empty_like(x), torch.empty_like(skip), norms.new_empty(rows)
+        products._join_backward[tiles["join_backward"], 2](
+            _tiles(g, t.rows, t.inner), _tiles(join[0], t.inner, d), g, skip, coefficients if gated else dcoefficients,
+            dx, dskip, dcoefficients, sums, factor, rows, 10 * d, width, d, t.rows, t.inner, gated, **t.options,
+        )  # fmt: skip
+        found = (dskip, dcoefficients)
+        pairs += [(g, _low(x, flat)), (g, joined[0])]
+
+    t, count = TILINGS["weights"], PARTS[skip is not None]
+    strip, steps = min(t.rows, d), triton.cdiv(rows, t.inner * count)
+    size, number = (12 + len(join)) * d * d, (12 + len(join)) * (d // strip)
+    parts = norms.new_empty(count, size)
+    operands = [each for g, a in pairs for each in (_tiles(g, t.inner, strip), _tiles(a, t.inner, d))]
+    operands = [*operands[:10], operands[11]] if join else [*operands, *operands[:2], operands[1]]  # those are not read
+    products._weight_gradients[(number * count,)](
+        *operands, parts, size, steps, d, strip, t.inner, number, **t.options
     )
     dflat, dnorms = torch.empty_like(flat), torch.empty_like(norms)
-    products._gather[(12 * d * d // 1024 + 10,)](parts, sums, dflat, dnorms, tiles, PARTS, d, 1024, 16, num_warps=4)
-    return dx, dflat, dnorms
+    products._gather[(size // 1024 + 10 + bool(join),)](
+        parts, sums, dflat, dnorms, size, width, 2 * d * d + d if join else 0, *(tiles[key] for key in tiles),
+        count, d, 1024, 16, num_warps=4,
+    )  # fmt: skip
+    return dx, dflat, dnorms, *found
 
 
-# ----------------------------------------------------------------------------------------------------- as an operation
+# -------------------------------------------------------------------------------------------------------- as operations
 
 
 @torch.library.custom_op("study::block", mutates_args=())
 def block(
-    x: Tensor, flat: Tensor, norms: Tensor, heads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(B, T, D) -> the output of the block (B, T, D), then what is kept for the backward pass."""
-    out, *kept = forward(x, flat, norms, heads)
-    return (out.view(x.shape), *kept)
+    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float
+) -> list[Tensor]:
+    """(M, D) -> the output of the block (M, D), then what is kept for the backward pass."""
+    skip = None if skip is None else skip.contiguous()
+    return list(forward(x.contiguous(), flat, norms, heads, skip, coefficients, factor))
 
 
 @block.register_fake
-def _(x: Tensor, flat: Tensor, norms: Tensor, heads: int) -> tuple[Tensor, ...]:  # noqa: ARG001
-    d, rows = x.shape[-1], x.shape[0] * x.shape[1]
-    kept = flat.new_empty(rows, 3 * d), flat.new_empty(rows, d), x.new_empty(rows, d), flat.new_empty(rows, 4 * d)
-    return x.new_empty(x.shape), *kept, norms.new_empty(4, rows)
+def _(x, flat, norms, heads, skip, coefficients, factor):  # noqa: ARG001
+    rows, d = x.shape
+    path = x if skip is None else flat
+    kept = [flat.new_empty(rows, 3 * d), flat.new_empty(rows, d), path.new_empty(rows, d), flat.new_empty(rows, 4 * d)]
+    joined = [] if skip is None else [flat.new_empty(rows, d) for _ in range(2)]
+    return [path.new_empty(rows, d), *kept, norms.new_empty(4, rows), *joined]
 
 
 @torch.library.custom_op("study::block_backward", mutates_args=())
 def block_backward(
-    dy: Tensor, x: Tensor, flat: Tensor, norms: Tensor, qkv: Tensor, mixed: Tensor, middle: Tensor, pre: Tensor,
-    stats: Tensor, heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dflat, dnorms = backward(dy, x, flat, norms, qkv, mixed, middle, pre, stats, heads)
-    return dx.view(x.shape), dflat, dnorms
+    dy: Tensor, x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None,
+    factor: float, kept: list[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    skip = None if skip is None else skip.contiguous()
+    return list(backward(dy.contiguous(), x.contiguous(), flat, norms, heads, skip, coefficients, factor, *kept))
 
 
 @block_backward.register_fake
-def _(dy, x, flat, norms, *_kept):  # noqa: ARG001
-    return x.new_empty(x.shape), flat.new_empty(flat.shape), norms.new_empty(norms.shape)
+def _(dy, x, flat, norms, heads, skip, coefficients, factor, kept):  # noqa: ARG001
+    found = [] if skip is None else [skip.new_empty(skip.shape), norms.new_empty(len(x))]
+    return [x.new_empty(x.shape), flat.new_empty(flat.shape), norms.new_empty(norms.shape), *found]
 
 
 def _keep(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output[1:])
-    ctx.heads = inputs[3]
+    x, flat, norms, ctx.heads, skip, coefficients, ctx.factor = inputs
+    ctx.save_for_backward(x, flat, norms, skip, coefficients, *output[1:])
 
 
-def _differentiate(ctx, dy, *_unused):
-    return (*block_backward(dy, *ctx.saved_tensors, ctx.heads), None)
+def _differentiate(ctx, grads):
+    x, flat, norms, skip, coefficients, *kept = ctx.saved_tensors
+    found = block_backward(grads[0], x, flat, norms, ctx.heads, skip, coefficients, ctx.factor, kept)
+    dskip, dcoefficients = (*found[3:], None, None)[:2]
+    return *found[:3], None, dskip, None if coefficients is None else dcoefficients.to(coefficients.dtype), None
 
 
 block.register_autograd(_differentiate, setup_context=_keep)
+
+
+class DeferredJoin(SkipLinear):
+    """Returns its inputs, the coefficient of a hook among them: the block computes the join."""
+
+    def forward(self, x, skip, coefficient=1.0):
+        return x, skip, coefficient
 
 
 class FastBlock(Block):
@@ -229,9 +280,18 @@ class FastBlock(Block):
     norms: Tensor
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+        shape, coefficients, factor = x.shape, None, 1.0
         if self.skip_linear is not None:
-            x = self.skip_linear(x, skip)
-        return block(x, self.flat, self.norms, self.attn.heads)[0]
+            x, skip, factor = self.skip_linear(x, skip)
+            if isinstance(factor, Tensor):
+                if factor.ndim == 0 or factor.shape[-1] == 1:
+                    coefficients = factor.expand(*shape[:2], 1).reshape(-1).contiguous()
+                else:
+                    skip = skip * factor
+                factor = 1.0
+            skip = skip.flatten(0, 1)
+        out = block(x.flatten(0, 1), self.flat, self.norms, self.attn.heads, skip, coefficients, factor)[0]
+        return out.view(shape)
 
 
 def speed_up(model: nn.Module, weights: Weights) -> None:
@@ -239,12 +299,15 @@ def speed_up(model: nn.Module, weights: Weights) -> None:
     fast_uvit.speed_up(model)
     if model.num_tokens != TOKENS:
         return
-    for module in model.modules():
+    for module in list(model.modules()):
         if isinstance(module, Block) and _supported(module):
-            inner = (module.attn.qkv.weight, *module.attn.proj.parameters(), *module.mlp.parameters())
+            join = () if module.skip_linear is None else tuple(module.skip_linear.parameters())
+            inner = (*join, *module.attn.parameters(), *module.mlp.parameters())
             module.flat = weights.leaf(inner)
             module.norms = weights.leaf([*module.norm1.parameters(), *module.norm2.parameters()])
             module.__class__ = FastBlock
+            if join:
+                module.skip_linear.__class__ = DeferredJoin
 
 
 def _supported(module: Block) -> bool:

@@ -18,41 +18,39 @@ EPS = tl.constexpr(1e-5)  # of the norms
 
 @triton.jit
 def _matmul(
-    a, b, row, column, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, T: tl.constexpr  # noqa: N803
+    a, b, row, column, total, K: tl.constexpr, BK: tl.constexpr, T: tl.constexpr, FIRST: tl.constexpr = 0  # noqa: N803
 ):  # fmt: skip
-    """Tile of a b, or of a b^T with T."""
-    total = tl.zeros((BM, BN), tl.float32)
+    """total + a b, or a b^T with T, at rows from `row` and columns from `column`; b starts at FIRST of the inner index."""
     for k in tl.range(0, K, BK):
-        right = b.load([column, k]).T if T else b.load([k, column])
+        right = b.load([column, FIRST + k]).T if T else b.load([FIRST + k, column])
         total = tl.dot(a.load([row, k]), right, total)
     return total
 
 
 @triton.jit
 def _place(row, column, M, N, BM: tl.constexpr, BN: tl.constexpr):  # noqa: N803
-    """Rows, columns, offsets and mask of a tile in an (M, N) tensor."""
+    """Rows, columns, offsets and mask of a tile in an (M, N) tensor; BN divides N."""
     rows, columns = row + tl.arange(0, BM), column + tl.arange(0, BN)
-    offsets = rows[:, None] * N + columns[None, :]
-    return rows, columns, offsets, (rows < M)[:, None] & (columns < N)[None, :]
+    return rows, columns, rows[:, None] * N + columns[None, :], (rows < M)[:, None]
 
 
 @triton.jit
-def _normalised(y, gain, bias, D: tl.constexpr):  # noqa: N803
-    """LayerNorm of whole rows, with mean and 1 / deviation of each."""
+def _store_norm(y, gain, shift, n, stats, rows, columns, offsets, M, D: tl.constexpr):  # noqa: N803
+    """n = LayerNorm of whole rows y; stats = mean and 1 / deviation of each."""
     mean = tl.sum(y, 1) / D
     y = y - mean[:, None]
     scale = tl.rsqrt(tl.sum(y * y, 1) / D + EPS)
-    return y * scale[:, None] * gain[None, :] + bias[None, :], mean, scale
+    y = y * scale[:, None] * tl.load(gain + columns)[None, :] + tl.load(shift + columns)[None, :]
+    tl.store(n + offsets, y.to(n.dtype.element_ty), (rows < M)[:, None])
+    tl.store(stats + rows, mean, rows < M)
+    tl.store(stats + M + rows, scale, rows < M)
 
 
 @triton.jit
-def _norm(x, gain, bias, n, stats, M, D: tl.constexpr, BM: tl.constexpr):  # noqa: N803
+def _norm(x, gain, shift, n, stats, M, D: tl.constexpr, BM: tl.constexpr):  # noqa: N803
     rows, columns, offsets, inside = _place(tl.program_id(0) * BM, 0, M, D, BM, D)
     y = tl.load(x + offsets, inside, other=0.0).to(tl.float32)
-    y, mean, scale = _normalised(y, tl.load(gain + columns), tl.load(bias + columns), D)
-    tl.store(n + offsets, y.to(n.dtype.element_ty), inside)
-    tl.store(stats + rows, mean, rows < M)
-    tl.store(stats + M + rows, scale, rows < M)
+    _store_norm(y, gain, shift, n, stats, rows, columns, offsets, M, D)
 
 
 @triton.jit
@@ -61,7 +59,7 @@ def _linear(
 ):  # fmt: skip
     """out = a w^T with T, else a w."""
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
-    total = _matmul(a, w, row, column, K, BM, BN, BK, T)
+    total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, T)
     _, _, offsets, inside = _place(row, column, M, N, BM, BN)
     tl.store(out + offsets, total.to(out.dtype.element_ty), inside)
 
@@ -72,7 +70,7 @@ def _linear_gelu(
 ):  # fmt: skip
     """pre = a w^T + bias, out = GELU(pre)."""
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
-    total = _matmul(a, w, row, column, K, BM, BN, BK, True)
+    total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, True)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
     low = (total + tl.load(bias + columns).to(tl.float32)[None, :]).to(pre.dtype.element_ty)
     tl.store(pre + offsets, low, inside)
@@ -87,7 +85,7 @@ def _linear_gelu_backward(
 ):  # fmt: skip
     """dpre = (g w) GELU'(pre), out = GELU(pre), and the sums of dpre over rows."""
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
-    total = _matmul(g, w, row, column, K, BM, BN, BK, False)
+    total = _matmul(g, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, False)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
     x = tl.load(pre + offsets, inside, other=0.0).to(tl.float32)
     density, below = _normal(x)
@@ -104,15 +102,62 @@ def _linear_add(
 ):  # fmt: skip
     """out = x + a w^T + bias; with NORM also n = LayerNorm(out)."""
     row = tl.program_id(0) * BM
-    y = _matmul(a, w, row, 0, K, BM, D, BK, True)
+    y = _matmul(a, w, row, 0, tl.zeros((BM, D), tl.float32), K, BK, True)
     rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
     y += tl.load(bias + columns).to(tl.float32)[None, :] + tl.load(x + offsets, inside, other=0.0).to(tl.float32)
-    tl.store(out + offsets, y.to(out.dtype.element_ty), inside)
+    low = y.to(out.dtype.element_ty)
+    tl.store(out + offsets, low, inside)
     if NORM:
-        y, mean, scale = _normalised(y, tl.load(gain + columns), tl.load(shift + columns), D)
-        tl.store(n + offsets, y.to(n.dtype.element_ty), inside)
-        tl.store(stats + rows, mean, rows < M)
-        tl.store(stats + M + rows, scale, rows < M)
+        _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, D)
+
+
+@triton.jit
+def _join(
+    x, s, w, bias, out, gain, shift, n, stats, M, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """out = [x, s] w^T + bias, n = LayerNorm(out)."""
+    row = tl.program_id(0) * BM
+    y = _matmul(x, w, row, 0, tl.zeros((BM, D), tl.float32), D, BK, True)
+    y = _matmul(s, w, row, 0, y, D, BK, True, D)
+    rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
+    low = (y + tl.load(bias + columns).to(tl.float32)[None, :]).to(out.dtype.element_ty)
+    tl.store(out + offsets, low, inside)
+    _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, D)
+
+
+@triton.jit
+def _join_backward(
+    g, w, g_, skip, coefficients, dx, dskip, dcoefficients, sums, factor, M, first, width,  # noqa: N803
+    D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """dx and dskip of a join that scales the skip by a number, or with GATED by one number per row; sums of g over rows."""
+    row, half = tl.program_id(0) * BM, tl.program_id(1)
+    total = _matmul(g, w, row, half * D, tl.zeros((BM, D), tl.float32), D, BK, False)
+    rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
+    if half == 0:
+        tl.store(dx + offsets, total.to(dx.dtype.element_ty), inside)
+        up = tl.load(g_ + offsets, inside, other=0.0).to(tl.float32)
+        tl.store(sums + tl.program_id(0) * width + first + columns, tl.sum(up, 0))
+    else:
+        if GATED:
+            s = tl.load(skip + offsets, inside, other=0.0).to(tl.float32)
+            tl.store(dcoefficients + rows, tl.sum(total * s, 1), rows < M)
+            total = total * tl.load(coefficients + rows, rows < M, other=0.0).to(tl.float32)[:, None]
+        else:
+            total = total * factor
+        tl.store(dskip + offsets, total.to(dskip.dtype.element_ty), inside)
+
+
+@triton.jit
+def _scale(s, coefficients, out, factor, M, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr):  # noqa: N803
+    """out = s times a number, or with GATED times one number per row."""
+    rows, _, offsets, inside = _place(tl.program_id(0) * BM, 0, M, D, BM, D)
+    value = tl.load(s + offsets, inside, other=0.0).to(tl.float32)
+    if GATED:
+        value = value * tl.load(coefficients + rows, rows < M, other=0.0).to(tl.float32)[:, None]
+    else:
+        value = value * factor
+    tl.store(out + offsets, value.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -126,7 +171,7 @@ def _norm_backward(
     low precision.
     """
     row = tl.program_id(0) * BM
-    total = _matmul(g, w, row, 0, K, BM, D, BK, False)
+    total = _matmul(g, w, row, 0, tl.zeros((BM, D), tl.float32), K, BK, False)
     rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
     mean = tl.load(stats + rows, rows < M, other=0.0)
     scale = tl.load(stats + M + rows, rows < M, other=0.0)
@@ -164,49 +209,71 @@ def _part(
 
 @triton.jit
 def _weight_gradients(
-    dqkv, n1, dx1, mixed, dpre, n2, dy, hidden, parts,
-    STEPS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # noqa: N803
+    dqkv, n1, dmiddle, mixed, dpre, n2, dy, hidden, g, x, skip, parts, size,
+    STEPS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """All four weights of a block: tiles of (BN, D), each over STEPS * BK of the rows."""
+    """All weights of a block, that of the join last: TILES of (BN, D), each over STEPS * BK of the rows."""
     strips: tl.constexpr = D // BN
-    tile, part = tl.program_id(0) % (12 * strips), tl.program_id(0) // (12 * strips)
-    start = part * STEPS * BK
-    out = parts + part.to(tl.int64) * (12 * D * D)
+    tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    start, out = part * STEPS * BK, parts + part.to(tl.int64) * size
     if tile < 3 * strips:
         _part(dqkv, n1, out, tile * BN, 0, start, D, STEPS, BN, D, BK)
     elif tile < 4 * strips:
-        _part(dx1, mixed, out + 3 * D * D, (tile - 3 * strips) * BN, 0, start, D, STEPS, BN, D, BK)
+        _part(dmiddle, mixed, out + 3 * D * D, (tile - 3 * strips) * BN, 0, start, D, STEPS, BN, D, BK)
     elif tile < 8 * strips:
         _part(dpre, n2, out + 4 * D * D, (tile - 4 * strips) * BN, 0, start, D, STEPS, BN, D, BK)
-    else:
+    elif tile < 12 * strips:
         rest = tile - 8 * strips
         _part(dy, hidden, out + 8 * D * D, rest // 4 * BN, rest % 4 * D, start, 4 * D, STEPS, BN, D, BK)
+    elif TILES > 12 * strips:
+        rest, out = tile - 12 * strips, out + 12 * D * D
+        if rest < strips:
+            _part(g, x, out, rest * BN, 0, start, 2 * D, STEPS, BN, D, BK)
+        else:
+            _part(g, skip, out + D, (rest - strips) * BN, 0, start, 2 * D, STEPS, BN, D, BK)
+
+
+@triton.jit
+def _sum_tiles(sums, column, width, TILES: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):  # noqa: N803
+    total = tl.zeros((D,), tl.float32)
+    for first in tl.range(0, TILES, BT):
+        rows = first + tl.arange(0, BT)
+        block = rows[:, None] * width + column * D + tl.arange(0, D)[None, :]
+        total += tl.sum(tl.load(sums + block, (rows < TILES)[:, None], other=0.0), 0)
+    return total
 
 
 @triton.jit
 def _gather(
-    parts, sums, flat, norms, TILES: tl.constexpr, SPLIT: tl.constexpr,  # noqa: N803
-    D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr,  # noqa: N803
+    parts, sums, flat, norms, size, width, join, HIDDEN: tl.constexpr, WIDE: tl.constexpr, JOIN: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Add up the parts of the weights and the sums over rows, in the order of a block's flat parameters."""
-    program = tl.program_id(0)
-    chunks: tl.constexpr = 12 * D * D // BLOCK
+    """Add up the parts of the weights and the sums over rows, in the order of a block's flat parameters.
+
+    HIDDEN, WIDE, JOIN: tiles of rows of the sums of fc1's bias, of all others, of the join's bias. join: where the block's own
+    parameters start.
+    """
+    program, chunks = tl.program_id(0), size // BLOCK
     if program < chunks:
-        index = program * BLOCK + tl.arange(0, BLOCK)
+        start = program * BLOCK
+        index = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
-        for part in tl.static_range(SPLIT):
-            total += tl.load(parts + part * (12 * D * D) + index)
-        shift = tl.where(program * BLOCK >= 4 * D * D, D, 0) + tl.where(program * BLOCK >= 8 * D * D, 4 * D, 0)
+        for part in tl.static_range(PARTS):
+            total += tl.load(parts + part * size + index)
+        shift = join + tl.where(start >= 4 * D * D, D, 0) + tl.where(start >= 8 * D * D, 4 * D, 0)
+        shift = tl.where(start >= 12 * D * D, -12 * D * D, shift)
         tl.store(flat + index + shift, total.to(flat.dtype.element_ty))
     else:
         column, columns = program - chunks, tl.arange(0, D)
-        total = tl.zeros((D,), tl.float32)
-        for first in tl.range(0, TILES, BT):
-            rows = first + tl.arange(0, BT)
-            block = rows[:, None] * (10 * D) + column * D + columns[None, :]
-            total += tl.sum(tl.load(sums + block, (rows < TILES)[:, None], other=0.0), 0)
-        if column < 6:
+        if column == 10:
+            total = _sum_tiles(sums, column, width, JOIN, D, BT)
+        elif (column >= 1) & (column < 5):
+            total = _sum_tiles(sums, column, width, HIDDEN, D, BT)
+        else:
+            total = _sum_tiles(sums, column, width, WIDE, D, BT)
+        if (column < 6) | (column == 10):
             place = tl.where(column == 0, 4 * D * D, tl.where(column == 5, 12 * D * D + 5 * D, 8 * D * D + column * D))
+            place = tl.where(column == 10, join - D, join + place)
             tl.store(flat + place + columns, total.to(flat.dtype.element_ty))
         else:
             tl.store(norms + (column - 6) * D + columns, total)
