@@ -7,7 +7,7 @@ block's parameters are two tensors, in the order in which `Weights` lays them ou
            fc2.weight, fc2.bias
     norms  norm1.weight, norm1.bias, norm2.weight, norm2.bias
 
-Of the hidden layer only the values before GELU are kept for the backward pass, of the norms only mean and deviation.
+The backward pass computes the outputs of the norms again; of the hidden layer it needs the values behind GELU and the slope.
 
 Shapes: M rows (images x tokens), D width.
 """
@@ -107,8 +107,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """The output, then what the backward pass needs.
 
-    That is: qkv, attention, middle, values before GELU, statistics of the norms; with a skip also the scaled skip and the
-    output of the join.
+    That is: qkv, attention, middle, hidden layer, slope of its GELU, statistics of the norms; with a skip also the scaled
+    skip and the output of the join.
     """
     (rows, d), joined = x.shape, ()
     gain1, shift1, gain2, shift2 = norms.view(4, d)
@@ -138,13 +138,13 @@ def forward(
         return out
 
     middle = add(mixed, proj_w, proj_b, x, TILINGS["proj"], norm=True)
-    t, pre, hidden = TILINGS["fc1"], flat.new_empty(rows, 4 * d), flat.new_empty(rows, 4 * d)
+    t, hidden, slope = TILINGS["fc1"], flat.new_empty(rows, 4 * d), flat.new_empty(rows, 4 * d)
     products._linear_gelu[4 * d // t.columns, triton.cdiv(rows, t.rows)](
-        _tiles(n, t.rows, t.inner), _tiles(fc1_w, t.columns, t.inner), fc1_b, pre, hidden, rows, 4 * d, d,
+        _tiles(n, t.rows, t.inner), _tiles(fc1_w, t.columns, t.inner), fc1_b, hidden, slope, rows, 4 * d, d,
         t.rows, t.columns, t.inner, **t.options,
     )  # fmt: skip
     out = add(hidden, fc2_w, fc2_b, middle, TILINGS["fc2"], norm=False)
-    return out, qkv, mixed, middle, pre, stats, *joined
+    return out, qkv, mixed, middle, hidden, slope, stats, *joined
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -152,7 +152,8 @@ def forward(
 
 def backward(
     dy: Tensor, x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None,
-    factor: float, qkv: Tensor, mixed: Tensor, middle: Tensor, pre: Tensor, stats: Tensor, *joined: Tensor,
+    factor: float, qkv: Tensor, mixed: Tensor, middle: Tensor, hidden: Tensor,
+    slope: Tensor, stats: Tensor, *joined: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients at x, flat, norms; with a skip also at the skip and at the coefficients (of no meaning without them)."""
     rows, d = x.shape
@@ -162,9 +163,9 @@ def backward(
     tiles = {key: triton.cdiv(rows, TILINGS[key].rows) for key in ("fc2_backward", "norm_backward", "join_backward")}
     sums = norms.new_empty(max(tiles.values()), width)
 
-    t, dpre, hidden = TILINGS["fc2_backward"], torch.empty_like(pre), torch.empty_like(pre)
-    products._linear_gelu_backward[4 * d // t.columns, tiles["fc2_backward"]](
-        _tiles(dy_low, t.rows, t.inner), _tiles(fc2_w, t.inner, t.columns), pre, dpre, hidden, sums,
+    t, dpre = TILINGS["fc2_backward"], torch.empty_like(slope)
+    products._gelu_backward[4 * d // t.columns, tiles["fc2_backward"]](
+        _tiles(dy_low, t.rows, t.inner), _tiles(fc2_w, t.inner, t.columns), slope, dpre, sums,
         rows, 4 * d, d, width, d, t.rows, t.columns, t.inner, **t.options,
     )  # fmt: skip
 
@@ -231,7 +232,7 @@ def block(
 def _(x, flat, norms, heads, skip, coefficients, factor):  # noqa: ARG001
     rows, d = x.shape
     path = x if skip is None else flat
-    kept = [flat.new_empty(rows, 3 * d), flat.new_empty(rows, d), path.new_empty(rows, d), flat.new_empty(rows, 4 * d)]
+    kept = [like.new_empty(rows, n * d) for like, n in ((flat, 3), (flat, 1), (path, 1), (flat, 4), (flat, 4))]
     joined = [] if skip is None else [flat.new_empty(rows, d) for _ in range(2)]
     return [path.new_empty(rows, d), *kept, norms.new_empty(4, rows), *joined]
 

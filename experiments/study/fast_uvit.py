@@ -1,8 +1,7 @@
-"""Triton kernels for the two parts of a small U-ViT that the compiler leaves slow: attention over 65 tokens, and GELU.
+"""Triton kernels for attention over 65 tokens.
 
 Libraries pad 65 tokens to 128. Here 64 are one tile and the last one is a vector; a whole head fits one program, so the
-backward pass needs neither atomics nor saved statistics. GELU is the exact one with erf from Abramowitz and Stegun 7.1.26
-(error below 2e-7); as an opaque operation its output is saved, not recomputed.
+backward pass needs neither atomics nor saved statistics.
 
 Shapes: B images, T = 65 tokens, H heads of D = 64 channels; qkv is (B, T, 3 H D) as the linear layer writes it.
 """
@@ -172,17 +171,3 @@ def _save(ctx, inputs, output) -> None:  # noqa: ARG001
 attention.register_autograd(
     lambda ctx, grad: (attention_backward(*ctx.saved_tensors, grad, ctx.heads), None), setup_context=_save
 )
-
-
-# ----------------------------------------------------------------------------------------------------------------- GELU
-
-
-@triton.jit
-def _normal(x):
-    """The standard normal density and distribution function at x."""
-    z = tl.abs(x) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    tail = tl.exp(-z * z)
-    above = 1.0 - 0.5 * polynomial * tail
-    return tail * 0.3989422804014327, tl.where(x < 0, 1.0 - above, above)
