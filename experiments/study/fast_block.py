@@ -14,7 +14,7 @@ Shapes: M rows (images x tokens), D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fast_uvit
 import products
@@ -57,6 +57,14 @@ TILINGS = {
     "proj_backward": Tiling(),
     "weights": Tiling(),
 }
+
+
+def tiling(key: str, like: Tensor) -> Tiling:
+    """For this type: `inner` is given for two bytes per number."""
+    found = TILINGS[key]
+    return found if like.itemsize == 2 else replace(found, inner=found.inner // 2)
+
+
 PARTS = (5, 4)  # of the rows in gradients of weights, without and with a join: 120 and 112 tiles at D = 256
 
 
@@ -103,9 +111,10 @@ def _scaled(x: Tensor, like: Tensor, coefficients: Tensor | None, factor: float)
 
 
 def forward(
-    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float
-) -> tuple[Tensor, ...]:
-    """The output, then what the backward pass needs.
+    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float,
+    keep: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The output, then with `keep` what the backward pass needs.
 
     That is: qkv, attention, middle, hidden layer, slope of its GELU, statistics of the norms; with a skip also the scaled
     skip and the output of the join.
@@ -117,14 +126,16 @@ def forward(
     if skip is None:
         products._norm[(triton.cdiv(rows, 16),)](x, gain1, shift1, n, stats, rows, d, 16, num_warps=4)
     else:
-        t = TILINGS["join"]
-        scaled, out = _scaled(skip, flat, coefficients, factor), flat.new_empty(rows, d)
+        t = tiling("join", flat)
+        unscaled = not keep and coefficients is None and factor == 1.0
+        scaled = _low(skip, flat) if unscaled else _scaled(skip, flat, coefficients, factor)
+        out = flat.new_empty(rows, d)
         pair = (_tiles(_low(x, flat), t.rows, t.inner), _tiles(scaled, t.rows, t.inner))
         x, joined, operands = out, (scaled, out), (*pair, _tiles(join[0], d, t.inner), join[1])
         products._join[(triton.cdiv(rows, t.rows),)](
             *operands, x, gain1, shift1, n, stats, rows, d, t.rows, t.inner, **t.options
         )
-    qkv = _linear(n, qkv_w, TILINGS["qkv"], transposed=True)
+    qkv = _linear(n, qkv_w, tiling("qkv", flat), transposed=True)
     mixed = flat.new_empty(rows, d)
     attention_into(qkv, mixed, heads)
 
@@ -137,14 +148,15 @@ def forward(
         )  # fmt: skip
         return out
 
-    middle = add(mixed, proj_w, proj_b, x, TILINGS["proj"], norm=True)
-    t, hidden, slope = TILINGS["fc1"], flat.new_empty(rows, 4 * d), flat.new_empty(rows, 4 * d)
+    middle = add(mixed, proj_w, proj_b, x, tiling("proj", flat), norm=True)
+    t, hidden = tiling("fc1", flat), flat.new_empty(rows, 4 * d)
+    slope = torch.empty_like(hidden) if keep else hidden
     products._linear_gelu[4 * d // t.columns, triton.cdiv(rows, t.rows)](
         _tiles(n, t.rows, t.inner), _tiles(fc1_w, t.columns, t.inner), fc1_b, hidden, slope, rows, 4 * d, d,
-        t.rows, t.columns, t.inner, **t.options,
+        t.rows, t.columns, t.inner, keep, **t.options,
     )  # fmt: skip
-    out = add(hidden, fc2_w, fc2_b, middle, TILINGS["fc2"], norm=False)
-    return out, qkv, mixed, middle, hidden, slope, stats, *joined
+    out = add(hidden, fc2_w, fc2_b, middle, tiling("fc2", flat), norm=False)
+    return (out, qkv, mixed, middle, hidden, slope, stats, *joined) if keep else (out,)
 
 
 # ------------------------------------------------------------------------------------------------------------- backward
@@ -163,7 +175,7 @@ def backward(
     tiles = {key: triton.cdiv(rows, TILINGS[key].rows) for key in ("fc2_backward", "norm_backward", "join_backward")}
     sums = norms.new_empty(max(tiles.values()), width)
 
-    t, dpre = TILINGS["fc2_backward"], torch.empty_like(slope)
+    t, dpre = tiling("fc2_backward", flat), torch.empty_like(slope)
     products._gelu_backward[4 * d // t.columns, tiles["fc2_backward"]](
         _tiles(dy_low, t.rows, t.inner), _tiles(fc2_w, t.inner, t.columns), slope, dpre, sums,
         rows, 4 * d, d, width, d, t.rows, t.columns, t.inner, **t.options,
@@ -173,7 +185,7 @@ def backward(
         g: Tensor, w: Tensor, x: Tensor, stats: Tensor, gain: Tensor, shift: Tensor, up: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient at x, for norm 2 also in low precision; and LayerNorm(x)."""
-        t, dx, n = TILINGS["norm_backward"], torch.empty_like(x), torch.empty_like(mixed)
+        t, dx, n = tiling("norm_backward", flat), torch.empty_like(x), torch.empty_like(mixed)
         low = torch.empty_like(n) if second and dx.dtype != n.dtype else dx
         products._norm_backward[(tiles["norm_backward"],)](
             _tiles(g, t.rows, t.inner), _tiles(w, t.inner, d), x, stats, gain, shift, up, dx, low, n, sums,
@@ -182,7 +194,7 @@ def backward(
         return dx, low, n
 
     dmiddle, dmiddle_low, n2 = norm_backward(dpre, fc1_w, middle, stats[2:], gain2, shift2, dy, second=True)
-    dmixed, dqkv = _linear(dmiddle_low, proj_w, TILINGS["proj_backward"], transposed=False), torch.empty_like(qkv)
+    dmixed, dqkv = _linear(dmiddle_low, proj_w, tiling("proj_backward", flat), transposed=False), torch.empty_like(qkv)
     attention_backward_into(qkv, dmixed, dqkv, heads)
     first = x if skip is None else joined[1]
     dx, _, n1 = norm_backward(dqkv, qkv_w, first, stats, gain1, shift1, dmiddle, second=False)
@@ -190,7 +202,7 @@ def backward(
     found: tuple[Tensor, ...] = ()
     pairs = [(dqkv, n1), (dmiddle_low, mixed), (dpre, n2), (dy_low, hidden)]
     if skip is not None:
-        t, g, gated = TILINGS["join_backward"], dx, coefficients is not None
+        t, g, gated = tiling("join_backward", flat), dx, coefficients is not None
         dx, dskip, dcoefficients = torch.empty_like(x), torch.empty_like(skip), norms.new_empty(rows)
         products._join_backward[tiles["join_backward"], 2](
             _tiles(g, t.rows, t.inner), _tiles(join[0], t.inner, d), g, skip, coefficients if gated else dcoefficients,
@@ -199,15 +211,13 @@ def backward(
         found = (dskip, dcoefficients)
         pairs += [(g, _low(x, flat)), (g, joined[0])]
 
-    t, count = TILINGS["weights"], PARTS[skip is not None]
+    t, count = tiling("weights", flat), PARTS[skip is not None]
     strip, steps = min(t.rows, d), triton.cdiv(rows, t.inner * count)
     size, number = (12 + len(join)) * d * d, (12 + len(join)) * (d // strip)
     parts = norms.new_empty(count, size)
     operands = [each for g, a in pairs for each in (_tiles(g, t.inner, strip), _tiles(a, t.inner, d))]
     operands = [*operands[:10], operands[11]] if join else [*operands, *operands[:2], operands[1]]  # those are not read
-    products._weight_gradients[(number * count,)](
-        *operands, parts, size, steps, d, strip, t.inner, number, **t.options
-    )
+    products._weight_gradients[(number * count,)](*operands, parts, size, steps, d, strip, t.inner, number, **t.options)
     dflat, dnorms = torch.empty_like(flat), torch.empty_like(norms)
     products._gather[(size // 1024 + 10 + bool(join),)](
         parts, sums, dflat, dnorms, size, width, 2 * d * d + d if join else 0, *(tiles[key] for key in tiles),
@@ -221,17 +231,20 @@ def backward(
 
 @torch.library.custom_op("study::block", mutates_args=())
 def block(
-    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float
-) -> list[Tensor]:
-    """(M, D) -> the output of the block (M, D), then what is kept for the backward pass."""
+    x: Tensor, flat: Tensor, norms: Tensor, heads: int, skip: Tensor | None, coefficients: Tensor | None, factor: float,
+    keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    """(M, D) -> the output of the block (M, D), then with `keep` what the backward pass needs."""
     skip = None if skip is None else skip.contiguous()
-    return list(forward(x.contiguous(), flat, norms, heads, skip, coefficients, factor))
+    return list(forward(x.contiguous(), flat, norms, heads, skip, coefficients, factor, keep))
 
 
 @block.register_fake
-def _(x, flat, norms, heads, skip, coefficients, factor):  # noqa: ARG001
+def _(x, flat, norms, heads, skip, coefficients, factor, keep):  # noqa: ARG001
     rows, d = x.shape
     path = x if skip is None else flat
+    if not keep:
+        return [path.new_empty(rows, d)]
     kept = [like.new_empty(rows, n * d) for like, n in ((flat, 3), (flat, 1), (path, 1), (flat, 4), (flat, 4))]
     joined = [] if skip is None else [flat.new_empty(rows, d) for _ in range(2)]
     return [path.new_empty(rows, d), *kept, norms.new_empty(4, rows), *joined]
@@ -253,7 +266,7 @@ def _(dy, x, flat, norms, heads, skip, coefficients, factor, kept):  # noqa: ARG
 
 
 def _keep(ctx, inputs, output) -> None:
-    x, flat, norms, ctx.heads, skip, coefficients, ctx.factor = inputs
+    x, flat, norms, ctx.heads, skip, coefficients, ctx.factor, _ = inputs
     ctx.save_for_backward(x, flat, norms, skip, coefficients, *output[1:])
 
 
@@ -261,7 +274,7 @@ def _differentiate(ctx, grads):
     x, flat, norms, skip, coefficients, *kept = ctx.saved_tensors
     found = block_backward(grads[0], x, flat, norms, ctx.heads, skip, coefficients, ctx.factor, kept)
     dskip, dcoefficients = (*found[3:], None, None)[:2]
-    return *found[:3], None, dskip, None if coefficients is None else dcoefficients.to(coefficients.dtype), None
+    return *found[:3], None, dskip, None if coefficients is None else dcoefficients.to(coefficients.dtype), None, None
 
 
 block.register_autograd(_differentiate, setup_context=_keep)
@@ -291,8 +304,8 @@ class FastBlock(Block):
                     skip = skip * factor
                 factor = 1.0
             skip = skip.flatten(0, 1)
-        out = block(x.flatten(0, 1), self.flat, self.norms, self.attn.heads, skip, coefficients, factor)[0]
-        return out.view(shape)
+        keep, x = self.flat.requires_grad, x.flatten(0, 1)
+        return block(x, self.flat, self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
 
 
 def speed_up(model: nn.Module, weights: Weights) -> None:

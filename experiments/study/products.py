@@ -91,15 +91,17 @@ def _gelu(x):
 
 @triton.jit
 def _linear_gelu(
-    a, w, bias, out, slope, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr  # noqa: N803
+    a, w, bias, out, slope, M, N,  # noqa: N803
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOPE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """out = GELU(a w^T + bias), slope = its derivative there."""
+    """out = GELU(a w^T + bias), with SLOPE slope = its derivative there."""
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, True)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
     value, derivative = _gelu(total + tl.load(bias + columns).to(tl.float32)[None, :])
     tl.store(out + offsets, value.to(out.dtype.element_ty), inside)
-    tl.store(slope + offsets, derivative.to(slope.dtype.element_ty), inside)
+    if SLOPE:
+        tl.store(slope + offsets, derivative.to(slope.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -5,6 +5,7 @@
     size: x              W_s of skip i is multiplied by x ** (i - 1) at the start
     rate: x              Adam's step of W_s of skip i is multiplied by x ** (i - 1), its weight decay is not
     joins: xavier        Xavier initialisation of the layers that join skips
+    again: true          nothing: a second run of the same seed, to see how far two such runs differ
 
 W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` and `rate` together, and CS with
 `same_function` is `rate` alone, but for Adam's eps.
@@ -22,7 +23,7 @@ from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.scaling.registry import METHODS
 from scalelong.skips.hooks import replace_scaling, scaling_of
 
-KEYS = ("ramp", "same_function", "size", "rate", "joins")
+KEYS = ("ramp", "same_function", "size", "rate", "joins", "again")
 
 
 def check(method: str, changes: Mapping[str, Any]) -> None:
