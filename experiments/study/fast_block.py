@@ -14,13 +14,13 @@ Shapes: M rows (images x tokens), D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import fast_uvit
 import products
+import tilings
 import torch
 import triton
 from fast_uvit import TILE, TOKENS, attention_backward_into, attention_into
+from tilings import TILINGS, Tiling, tiling
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 from weights import Weights
@@ -28,44 +28,6 @@ from weights import Weights
 from scalelong.backbones.uvit import Block, SkipLinear
 
 WIDTHS = (128, 256)  # tiles span whole rows
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Rows, columns (of those that do not span the width) and inner size of a tile; warps and stages of its loop."""
-
-    rows: int = 128
-    columns: int = 128
-    inner: int = 64
-    warps: int = 8
-    stages: int = 3
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-
-TILINGS = {
-    "qkv": Tiling(),
-    "proj": Tiling(rows=64),  # with the norm behind it
-    "fc1": Tiling(),
-    "fc2": Tiling(rows=64),
-    "join": Tiling(rows=64),
-    "join_backward": Tiling(rows=64),
-    "fc2_backward": Tiling(),
-    "norm_backward": Tiling(rows=64),
-    "proj_backward": Tiling(),
-    "weights": Tiling(),
-}
-
-
-def tiling(key: str, like: Tensor) -> Tiling:
-    """For this type: `inner` is given for two bytes per number."""
-    found = TILINGS[key]
-    return found if like.itemsize == 2 else replace(found, inner=found.inner // 2)
-
-
-PARTS = (5, 4)  # of the rows in gradients of weights, without and with a join: 120 and 112 tiles at D = 256
 
 
 def matrices(flat: Tensor, d: int, joins: bool) -> tuple[Tensor, ...]:
@@ -211,7 +173,7 @@ def backward(
         found = (dskip, dcoefficients)
         pairs += [(g, _low(x, flat)), (g, joined[0])]
 
-    t, count = tiling("weights", flat), PARTS[skip is not None]
+    t, count = tiling("weights", flat), tilings.PARTS[skip is not None]
     strip, steps = min(t.rows, d), triton.cdiv(rows, t.inner * count)
     size, number = (12 + len(join)) * d * d, (12 + len(join)) * (d // strip)
     parts = norms.new_empty(count, size)

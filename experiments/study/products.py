@@ -272,8 +272,8 @@ def _gather(
 ):  # fmt: skip
     """Add up the parts of the weights and the sums over rows, in the order of a block's flat parameters.
 
-    HIDDEN, WIDE, JOIN: tiles of rows of the sums of fc1's bias, of all others, of the join's bias. join: where the block's own
-    parameters start.
+    HIDDEN, WIDE, JOIN: tiles of rows in the sums of fc1's bias, of all others, of the join's bias. join: where the block's
+    own parameters start.
     """
     program, chunks = tl.program_id(0), size // BLOCK
     if program < chunks:

@@ -24,9 +24,11 @@ from pathlib import Path
 
 import evaluator
 import fast_block
+import tilings
 import torch
-from fast_block import TILINGS, Tiling
+import triton
 from network import Spec, build_model, marginal, predict_noise
+from tilings import TILINGS, Tiling
 from train import Trainer
 from weights import Weights
 
@@ -156,22 +158,22 @@ def _timed(run: Callable[[], None], repeat: int) -> float:
 
 def time_variants(number: int, jobs: int, lock: Path | None) -> None:
     for key, change in variants()[number::jobs]:
-        kept, parts = dict(TILINGS), fast_block.PARTS
+        kept, parts = dict(TILINGS), tilings.PARTS
         if isinstance(change, Tiling):
             TILINGS[key] = change
         elif change is not None:
-            fast_block.PARTS = change
+            tilings.PARTS = change
         row = []
         try:
             for joins in (False, True):
                 row += [microseconds([chain(joins) for _ in range(n)], lock) for n in (1, 3)]
-        except Exception as error:  # out of shared memory, for one
+        except (RuntimeError, triton.errors.TritonError) as error:  # out of shared memory, for one
             row.append(math.nan)
             print(f"{key} {change}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
         text = dataclasses.astuple(change) if isinstance(change, Tiling) else change
         print(f"{key:14s} {text!s:24s} " + " ".join(f"{value:8.1f}" for value in row), flush=True)
         TILINGS.update(kept)
-        fast_block.PARTS = parts
+        tilings.PARTS = parts
 
 
 def run_jobs(jobs: int, lock: Path | None) -> None:
