@@ -288,14 +288,14 @@ def _gather(
     else:
         column, columns = program - chunks, tl.arange(0, D)
         if column == 10:
-            total = _sum_tiles(sums, column, width, JOIN, D, BT)
+            column_sum = _sum_tiles(sums, column, width, JOIN, D, BT)
         elif (column >= 1) & (column < 5):
-            total = _sum_tiles(sums, column, width, HIDDEN, D, BT)
+            column_sum = _sum_tiles(sums, column, width, HIDDEN, D, BT)
         else:
-            total = _sum_tiles(sums, column, width, WIDE, D, BT)
+            column_sum = _sum_tiles(sums, column, width, WIDE, D, BT)
         if (column < 6) | (column == 10):
             place = tl.where(column == 0, 4 * D * D, tl.where(column == 5, 12 * D * D + 5 * D, 8 * D * D + column * D))
             place = tl.where(column == 10, join - D, join + place)
-            tl.store(flat + place + columns, total.to(flat.dtype.element_ty))
+            tl.store(flat + place + columns, column_sum.to(flat.dtype.element_ty))
         else:
-            tl.store(norms + (column - 6) * D + columns, total)
+            tl.store(norms + (column - 6) * D + columns, column_sum)
