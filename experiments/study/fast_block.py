@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weights import Weights
 
 from scalelong.backbones.uvit import Block, SkipLinear
+from scalelong.skips.hooks import is_scaled, scaling_of
 
 WIDTHS = (128, 256)  # tiles span whole rows
 
@@ -85,39 +86,49 @@ def forward(
     gain1, shift1, gain2, shift2 = norms.view(4, d)
     *join, qkv_w, proj_w, proj_b, fc1_w, fc1_b, fc2_w, fc2_b = matrices(flat, d, skip is not None)
     n, stats = flat.new_empty(rows, d), norms.new_empty(4, rows)
+
+    def norm(x: Tensor, gain: Tensor, shift: Tensor, stats: Tensor) -> None:
+        """LayerNorm(x) into n."""
+        products._norm[(triton.cdiv(rows, 16),)](x, gain, shift, n, stats, rows, d, 16, num_warps=4)
+
     if skip is None:
-        products._norm[(triton.cdiv(rows, 16),)](x, gain1, shift1, n, stats, rows, d, 16, num_warps=4)
+        norm(x, gain1, shift1, stats)
     else:
         t = tiling("join", flat)
         unscaled = not keep and coefficients is None and factor == 1.0
         scaled = _low(skip, flat) if unscaled else _scaled(skip, flat, coefficients, factor)
-        out = flat.new_empty(rows, d)
+        out, bn = flat.new_empty(rows, d), min(t.columns, d)
         pair = (_tiles(_low(x, flat), t.rows, t.inner), _tiles(scaled, t.rows, t.inner))
-        x, joined, operands = out, (scaled, out), (*pair, _tiles(join[0], d, t.inner), join[1])
-        products._join[(triton.cdiv(rows, t.rows),)](
-            *operands, x, gain1, shift1, n, stats, rows, d, t.rows, t.inner, **t.options
-        )
+        products._join[d // bn, triton.cdiv(rows, t.rows)](
+            *pair, _tiles(join[0], bn, t.inner), join[1], out, gain1, shift1, n, stats, rows,
+            d, t.rows, bn, t.inner, bn == d, **t.options,
+        )  # fmt: skip
+        if bn < d:
+            norm(out, gain1, shift1, stats)
+        x, joined = out, (scaled, out)
     qkv = _linear(n, qkv_w, tiling("qkv", flat), transposed=True)
     mixed = flat.new_empty(rows, d)
     attention_into(qkv, mixed, heads)
 
-    def add(a: Tensor, w: Tensor, bias: Tensor, x: Tensor, t: Tiling, norm: bool) -> Tensor:
-        """x + a w^T + bias; with norm also its LayerNorm, into n."""
-        out = torch.empty_like(x)
-        products._linear_add[(triton.cdiv(rows, t.rows),)](
-            _tiles(a, t.rows, t.inner), _tiles(w, d, t.inner), bias, x, out, gain2, shift2, n, stats[2:], rows,
-            a.shape[1], d, t.rows, t.inner, norm, **t.options,
+    def add(a: Tensor, w: Tensor, bias: Tensor, x: Tensor, t: Tiling, before_norm: bool) -> Tensor:
+        """x + a w^T + bias; where a norm follows and the tile spans whole rows, also that, into n."""
+        out, bn = torch.empty_like(x), min(t.columns, d)
+        products._linear_add[d // bn, triton.cdiv(rows, t.rows)](
+            _tiles(a, t.rows, t.inner), _tiles(w, bn, t.inner), bias, x, out, gain2, shift2, n, stats[2:], rows, d,
+            a.shape[1], t.rows, bn, t.inner, before_norm and bn == d, **t.options,
         )  # fmt: skip
+        if before_norm and bn < d:
+            norm(out, gain2, shift2, stats[2:])
         return out
 
-    middle = add(mixed, proj_w, proj_b, x, tiling("proj", flat), norm=True)
+    middle = add(mixed, proj_w, proj_b, x, tiling("proj", flat), before_norm=True)
     t, hidden = tiling("fc1", flat), flat.new_empty(rows, 4 * d)
     slope = torch.empty_like(hidden) if keep else hidden
     products._linear_gelu[4 * d // t.columns, triton.cdiv(rows, t.rows)](
         _tiles(n, t.rows, t.inner), _tiles(fc1_w, t.columns, t.inner), fc1_b, hidden, slope, rows, 4 * d, d,
         t.rows, t.columns, t.inner, keep, **t.options,
     )  # fmt: skip
-    out = add(hidden, fc2_w, fc2_b, middle, tiling("fc2", flat), norm=False)
+    out = add(hidden, fc2_w, fc2_b, middle, tiling("fc2", flat), before_norm=False)
     return (out, qkv, mixed, middle, hidden, slope, stats, *joined) if keep else (out,)
 
 
@@ -147,11 +158,12 @@ def backward(
         g: Tensor, w: Tensor, x: Tensor, stats: Tensor, gain: Tensor, shift: Tensor, up: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient at x, for norm 2 also in low precision; and LayerNorm(x)."""
-        t, dx, n = tiling("norm_backward", flat), torch.empty_like(x), torch.empty_like(mixed)
+        dn = _linear(g, w, tiling("fc1_backward" if second else "qkv_backward", flat), transposed=False)
+        t, dx, n = TILINGS["norm_backward"], torch.empty_like(x), torch.empty_like(mixed)
         low = torch.empty_like(n) if second and dx.dtype != n.dtype else dx
         products._norm_backward[(tiles["norm_backward"],)](
-            _tiles(g, t.rows, t.inner), _tiles(w, t.inner, d), x, stats, gain, shift, up, dx, low, n, sums,
-            rows, (8 if second else 6) * d, width, g.shape[1], d, t.rows, t.inner, second, **t.options,
+            dn, x, stats, gain, shift, up, dx, low, n, sums, rows, (8 if second else 6) * d, width,
+            d, t.inner, t.rows // t.inner, second, **t.options,
         )  # fmt: skip
         return dx, low, n
 
@@ -181,9 +193,9 @@ def backward(
     operands = [*operands[:10], operands[11]] if join else [*operands, *operands[:2], operands[1]]  # those are not read
     products._weight_gradients[(number * count,)](*operands, parts, size, steps, d, strip, t.inner, number, **t.options)
     dflat, dnorms = torch.empty_like(flat), torch.empty_like(norms)
-    products._gather[(size // 1024 + 10 + bool(join),)](
-        parts, sums, dflat, dnorms, size, width, 2 * d * d + d if join else 0, *(tiles[key] for key in tiles),
-        count, d, 1024, 16, num_warps=4,
+    products._gather[(size // 1024 + (10 + bool(join)) * d // 32,)](
+        parts, sums, dflat, dnorms, size, width, 2 * d * d + d if join else 0, *tiles.values(),
+        len(sums), count, d, 1024, 64, 32, num_warps=4,
     )  # fmt: skip
     return dx, dflat, dnorms, *found
 
@@ -273,6 +285,9 @@ class FastBlock(Block):
 def speed_up(model: nn.Module, weights: Weights) -> None:
     """Use the kernels wherever they can compute what the network does; the rest is left alone."""
     fast_uvit.speed_up(model)
+    for module in scaling_of(model).modules() if is_scaled(model) else ():
+        if type(module) is nn.Linear:
+            module.__class__ = fast_uvit.SmallLinear
     if model.num_tokens != TOKENS:
         return
     for module in list(model.modules()):

@@ -27,6 +27,8 @@ def speed_up(model: nn.Module) -> None:
             module.__class__ = FastAttention
         elif type(module) is PatchEmbed:
             module.__class__ = FastPatchEmbed
+        elif type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1):
+            module.__class__ = FastConv
 
 
 class FastAttention(Attention):
@@ -45,7 +47,48 @@ class FastPatchEmbed(PatchEmbed):
         return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
+class SmallLinear(nn.Linear):
+    """A linear layer of a gate, too small for a matrix product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype)[..., None, :] * self.weight).sum(-1) + self.bias
+
+
+class FastConv(nn.Conv2d):
+    """A 3 x 3 convolution of few channels, in float32."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return _Convolution.apply(image.float(), self.weight.float()) + self.bias.float()[:, None, None]
+
+
+def _neighbours(image: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, C, H, W, 3, 3), zeros outside."""
+    return F.pad(image, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
+
+
+def _convolve(image: Tensor, weight: Tensor) -> Tensor:
+    return (_neighbours(image)[:, None] * weight[:, :, None, None]).sum((2, 5, 6))
+
+
+class _Convolution(torch.autograd.Function):
+    """Sums of products that the compiler fuses; the gradient at the image is a convolution too."""
+
+    @staticmethod
+    def forward(ctx, image: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(image, weight)
+        return _convolve(image, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        image, weight = ctx.saved_tensors
+        dweight = (_neighbours(image)[:, None] * grad[:, :, None, :, :, None, None]).sum((0, 3, 4))
+        return _convolve(grad, weight.flip(2, 3).transpose(0, 1)), dweight
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
+
+FORWARD = {"num_warps": 4}
+BACKWARD = {"num_warps": 4}
 
 
 @triton.jit
@@ -128,13 +171,13 @@ def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl
 def attention_into(qkv: Tensor, out: Tensor, heads: int) -> None:
     """Write softmax(q k / 8) v of each head to out: (B * 65, 3 H 64) -> (B * 65, H 64), contiguous."""
     programs = qkv.numel() // (3 * TILE * TOKENS)
-    _forward[(programs,)](qkv, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    _forward[(programs,)](qkv, out, TILE**-0.5, heads, TILE, TILE, **FORWARD)
 
 
 def attention_backward_into(qkv: Tensor, grad: Tensor, out: Tensor, heads: int) -> None:
     """Write the gradient at qkv to out."""
     programs = qkv.numel() // (3 * TILE * TOKENS)
-    _backward[(programs,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    _backward[(programs,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, **BACKWARD)
 
 
 @torch.library.custom_op("study::attention", mutates_args=())

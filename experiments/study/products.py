@@ -111,41 +111,47 @@ def _gelu_backward(
 ):  # fmt: skip
     """out = (g w) slope, and its sums over rows."""
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
-    total = _matmul(g, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, False)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
-    total = total * tl.load(slope + offsets, inside, other=0.0).to(tl.float32)
+    slopes = tl.load(slope + offsets, inside, other=0.0)  # before the product, which hides the wait
+    total = _matmul(g, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, False) * slopes.to(tl.float32)
     tl.store(out + offsets, total.to(out.dtype.element_ty), inside)
     tl.store(sums + tl.program_id(1) * width + first + columns, tl.sum(total, 0))
 
 
 @triton.jit
 def _linear_add(
-    a, w, bias, x, out, gain, shift, n, stats, M,  # noqa: N803
-    K: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
+    a, w, bias, x, out, gain, shift, n, stats, M, N,  # noqa: N803
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """out = x + a w^T + bias; with NORM also n = LayerNorm(out)."""
-    row = tl.program_id(0) * BM
-    y = _matmul(a, w, row, 0, tl.zeros((BM, D), tl.float32), K, BK, True)
-    rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
-    y += tl.load(bias + columns).to(tl.float32)[None, :] + tl.load(x + offsets, inside, other=0.0).to(tl.float32)
-    low = y.to(out.dtype.element_ty)
+    """out = x + a w^T + bias; with NORM, for tiles of whole rows, also n = LayerNorm(out)."""
+    column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
+    rows, columns, offsets, inside = _place(row, column, M, N, BM, BN)
+    y = tl.zeros((BM, BN), tl.float32)
+    if NORM:
+        y = _matmul(a, w, row, column, y, K, BK, True) + tl.load(x + offsets, inside, other=0.0).to(tl.float32)
+    else:
+        around = tl.load(x + offsets, inside, other=0.0)  # before the product, which hides the wait
+        y = _matmul(a, w, row, column, y, K, BK, True) + around.to(tl.float32)
+    low = (y + tl.load(bias + columns).to(tl.float32)[None, :]).to(out.dtype.element_ty)
     tl.store(out + offsets, low, inside)
     if NORM:
-        _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, D)
+        _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, BN)
 
 
 @triton.jit
 def _join(
-    x, s, w, bias, out, gain, shift, n, stats, M, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr  # noqa: N803
+    x, s, w, bias, out, gain, shift, n, stats, M,  # noqa: N803
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """out = [x, s] w^T + bias, n = LayerNorm(out)."""
-    row = tl.program_id(0) * BM
-    y = _matmul(x, w, row, 0, tl.zeros((BM, D), tl.float32), D, BK, True)
-    y = _matmul(s, w, row, 0, y, D, BK, True, D)
-    rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
+    """out = [x, s] w^T + bias; with NORM, for tiles of whole rows, also n = LayerNorm(out)."""
+    column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
+    y = _matmul(x, w, row, column, tl.zeros((BM, BN), tl.float32), D, BK, True)
+    y = _matmul(s, w, row, column, y, D, BK, True, D)
+    rows, columns, offsets, inside = _place(row, column, M, D, BM, BN)
     low = (y + tl.load(bias + columns).to(tl.float32)[None, :]).to(out.dtype.element_ty)
     tl.store(out + offsets, low, inside)
-    _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, D)
+    if NORM:
+        _store_norm(low.to(tl.float32), gain, shift, n, stats, rows, columns, offsets, M, D)
 
 
 @triton.jit
@@ -185,36 +191,42 @@ def _scale(s, coefficients, out, factor, M, D: tl.constexpr, BM: tl.constexpr, G
 
 @triton.jit
 def _norm_backward(
-    g, w, x, stats, gain, shift, up, dx, low, n, sums, M, first, width,  # noqa: N803
-    K: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BIASES: tl.constexpr,  # noqa: N803
+    g, x, stats, gain, shift, up, dx, low, n, sums, M, first, width,  # noqa: N803
+    D: tl.constexpr, BM: tl.constexpr, GROUPS: tl.constexpr, BIASES: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """The gradient dx at x of LayerNorm and the product behind it, plus that of the path around them, `up`.
+    """The gradient dx at x of LayerNorm, where g is that of its output, plus that of the path around it, `up`.
 
     Also n = LayerNorm(x) again, sums over rows of the gradients of gain and shift; with BIASES those of dx and up, and dx in
-    low precision.
+    low precision. Each program takes GROUPS * BM rows.
     """
-    row = tl.program_id(0) * BM
-    total = _matmul(g, w, row, 0, tl.zeros((BM, D), tl.float32), K, BK, False)
-    rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
-    mean = tl.load(stats + rows, rows < M, other=0.0)
-    scale = tl.load(stats + M + rows, rows < M, other=0.0)
-    gains, shifts = tl.load(gain + columns), tl.load(shift + columns)
-    x_hat = (tl.load(x + offsets, inside, other=0.0).to(tl.float32) - mean[:, None]) * scale[:, None]
-    tl.store(n + offsets, (x_hat * gains[None, :] + shifts[None, :]).to(n.dtype.element_ty), inside)
+    of_gain, of_shift = tl.zeros((BM, D), tl.float32), tl.zeros((BM, D), tl.float32)
+    of_dx, of_up = tl.zeros((BM, D), tl.float32), tl.zeros((BM, D), tl.float32)
+    columns = tl.arange(0, D)
+    gains, shifts = tl.load(gain + columns)[None, :], tl.load(shift + columns)[None, :]
+    for group in tl.static_range(GROUPS):
+        rows, _, offsets, inside = _place((tl.program_id(0) * GROUPS + group) * BM, 0, M, D, BM, D)
+        total = tl.load(g + offsets, inside, other=0.0).to(tl.float32)
+        x_hat = tl.load(x + offsets, inside, other=0.0).to(tl.float32)
+        around = tl.load(up + offsets, inside, other=0.0).to(tl.float32)
+        scale = tl.load(stats + M + rows, rows < M, other=0.0)[:, None]
+        x_hat = (x_hat - tl.load(stats + rows, rows < M, other=0.0)[:, None]) * scale
+        tl.store(n + offsets, (x_hat * gains + shifts).to(n.dtype.element_ty), inside)
+        of_gain += total * x_hat
+        of_shift += total
+        total = total * gains
+        along, middle = tl.sum(total * x_hat, 1) / D, tl.sum(total, 1) / D
+        total = (total - middle[:, None] - x_hat * along[:, None]) * scale + around
+        tl.store(dx + offsets, total.to(dx.dtype.element_ty), inside)
+        if BIASES:
+            tl.store(low + offsets, total.to(low.dtype.element_ty), inside)
+            of_dx += total
+            of_up += around
     base = sums + tl.program_id(0) * width + columns
-    tl.store(base + first, tl.sum(total * x_hat, 0))
-    tl.store(base + first + D, tl.sum(total, 0))
-    total = total * gains[None, :]
-    along = tl.sum(total * x_hat, 1) / D
-    middle = tl.sum(total, 1) / D
-    total = (total - middle[:, None] - x_hat * along[:, None]) * scale[:, None]
-    around = tl.load(up + offsets, inside, other=0.0).to(tl.float32)
-    total += around
-    tl.store(dx + offsets, total.to(dx.dtype.element_ty), inside)
+    tl.store(base + first, tl.sum(of_gain, 0))
+    tl.store(base + first + D, tl.sum(of_shift, 0))
     if BIASES:
-        tl.store(low + offsets, total.to(low.dtype.element_ty), inside)
-        tl.store(base, tl.sum(total, 0))
-        tl.store(base + 5 * D, tl.sum(around, 0))
+        tl.store(base, tl.sum(of_dx, 0))
+        tl.store(base + 5 * D, tl.sum(of_up, 0))
 
 
 @triton.jit
@@ -256,24 +268,14 @@ def _weight_gradients(
 
 
 @triton.jit
-def _sum_tiles(sums, column, width, TILES: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):  # noqa: N803
-    total = tl.zeros((D,), tl.float32)
-    for first in tl.range(0, TILES, BT):
-        rows = first + tl.arange(0, BT)
-        block = rows[:, None] * width + column * D + tl.arange(0, D)[None, :]
-        total += tl.sum(tl.load(sums + block, (rows < TILES)[:, None], other=0.0), 0)
-    return total
-
-
-@triton.jit
 def _gather(
     parts, sums, flat, norms, size, width, join, HIDDEN: tl.constexpr, WIDE: tl.constexpr, JOIN: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr,  # noqa: N803
+    MOST: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Add up the parts of the weights and the sums over rows, in the order of a block's flat parameters.
 
-    HIDDEN, WIDE, JOIN: tiles of rows in the sums of fc1's bias, of all others, of the join's bias. join: where the block's
-    own parameters start.
+    HIDDEN, WIDE, JOIN: tiles of rows in the sums of fc1's bias, of all others, of the join's bias; MOST of them. join: where
+    the block's own parameters start.
     """
     program, chunks = tl.program_id(0), size // BLOCK
     if program < chunks:
@@ -286,16 +288,17 @@ def _gather(
         shift = tl.where(start >= 12 * D * D, -12 * D * D, shift)
         tl.store(flat + index + shift, total.to(flat.dtype.element_ty))
     else:
-        column, columns = program - chunks, tl.arange(0, D)
-        if column == 10:
-            column_sum = _sum_tiles(sums, column, width, JOIN, D, BT)
-        elif (column >= 1) & (column < 5):
-            column_sum = _sum_tiles(sums, column, width, HIDDEN, D, BT)
-        else:
-            column_sum = _sum_tiles(sums, column, width, WIDE, D, BT)
+        start = (program - chunks) * BC
+        column, columns = start // D, start + tl.arange(0, BC)
+        tiles = tl.where(column == 10, JOIN, tl.where((column >= 1) & (column < 5), HIDDEN, WIDE))
+        column_sum = tl.zeros((BC,), tl.float32)
+        for first in tl.static_range(0, MOST, BT):
+            rows = first + tl.arange(0, BT)
+            block = rows[:, None] * width + columns[None, :]
+            column_sum += tl.sum(tl.load(sums + block, (rows < tiles)[:, None], other=0.0), 0)
         if (column < 6) | (column == 10):
-            place = tl.where(column == 0, 4 * D * D, tl.where(column == 5, 12 * D * D + 5 * D, 8 * D * D + column * D))
-            place = tl.where(column == 10, join - D, join + place)
+            place = tl.where(column == 0, 4 * D * D, tl.where(column == 5, 12 * D * D, 8 * D * D))
+            place = tl.where(column == 10, join - 11 * D, join + place)
             tl.store(flat + place + columns, column_sum.to(flat.dtype.element_ty))
         else:
-            tl.store(norms + (column - 6) * D + columns, column_sum)
+            tl.store(norms + columns - 6 * D, column_sum)

@@ -24,13 +24,15 @@ class Tiling:
 
 TILINGS = {
     "qkv": Tiling(),
-    "proj": Tiling(rows=64),  # with the norm behind it
+    "proj": Tiling(rows=64, warps=4),
     "fc1": Tiling(),
-    "fc2": Tiling(rows=64),
-    "join": Tiling(rows=64),
+    "fc2": Tiling(rows=64, warps=4),
+    "join": Tiling(rows=64, warps=4),
     "join_backward": Tiling(rows=64),
-    "fc2_backward": Tiling(),
-    "norm_backward": Tiling(rows=64),
+    "fc2_backward": Tiling(columns=64, warps=4),
+    "fc1_backward": Tiling(rows=64, warps=4),
+    "qkv_backward": Tiling(rows=64, warps=4),
+    "norm_backward": Tiling(rows=32, inner=8),  # no product: `inner` rows at once
     "proj_backward": Tiling(),
     "weights": Tiling(),
 }

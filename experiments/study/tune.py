@@ -24,6 +24,7 @@ from pathlib import Path
 
 import evaluator
 import fast_block
+import fast_uvit
 import tilings
 import torch
 import triton
@@ -75,26 +76,30 @@ def check(method: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- tilings
 
 VARIANTS: dict[str, list[Tiling]] = {
-    "qkv": [Tiling(128, 128, 64, 4, 3), Tiling(128, 256, 64, 8, 3), Tiling(128, 256, 64, 8, 4), Tiling(64, 256, 64, 4, 3),
-            Tiling(128, 128, 64, 8, 2), Tiling(64, 128, 64, 4, 4)],
-    "fc1": [Tiling(128, 128, 64, 4, 3), Tiling(128, 64, 64, 4, 3), Tiling(64, 128, 64, 4, 3), Tiling(128, 128, 64, 8, 2),
-            Tiling(64, 256, 64, 8, 3)],
-    "fc2_backward": [Tiling(128, 128, 64, 8, 2), Tiling(128, 256, 64, 8, 3), Tiling(128, 64, 64, 4, 3),
-                     Tiling(64, 128, 64, 4, 3), Tiling(64, 256, 64, 8, 3)],
-    "proj": [Tiling(128), Tiling(64, stages=2), Tiling(64, warps=4)],
-    "fc2": [Tiling(128), Tiling(128, stages=4), Tiling(64, stages=4), Tiling(64, stages=2), Tiling(64, inner=128, stages=2)],
-    "join": [Tiling(128), Tiling(64, stages=2), Tiling(64, stages=4)],
-    "join_backward": [Tiling(128), Tiling(64, stages=2), Tiling(64, warps=4)],
-    "norm_backward": [Tiling(128), Tiling(64, stages=4), Tiling(64, stages=2), Tiling(64, inner=128, stages=2)],
-    "proj_backward": [Tiling(128, 256), Tiling(64, 128, warps=4), Tiling(128, 64, warps=4), Tiling(128, 128, warps=4)],
-    "weights": [Tiling(128, stages=4), Tiling(64, stages=4), Tiling(64, warps=4), Tiling(128, inner=128, stages=2)],
+    "qkv": [Tiling(64, 128, 64, 4, 3)],
+    "fc1": [Tiling(64, 128, 64, 4, 3), Tiling(128, 128, 64, 8, 2), Tiling(128, 64, 64, 4, 4)],
+    "fc2_backward": [Tiling(128, 128, 64, 8, 3), Tiling(64, 128, 64, 4, 3), Tiling(64, 64, 64, 4, 3)],
+    "proj": [Tiling(64, 256, 64, 8, 3), Tiling(128, 128, 64, 8, 3), Tiling(64, 64, 64, 4, 3)],
+    "fc2": [Tiling(64, 256, 64, 8, 4), Tiling(128, 128, 64, 8, 3), Tiling(64, 128, 64, 4, 4), Tiling(128, 64, 64, 4, 4)],
+    "join": [Tiling(64, 256, 64, 8, 3), Tiling(64, 128, 64, 4, 4)],
+    "join_backward": [Tiling(64, warps=4)],
+    "norm_backward": [Tiling(32, inner=16), Tiling(32, inner=8, warps=4), Tiling(64, inner=16), Tiling(16, inner=8)],
+    "fc1_backward": [Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3), Tiling(128, 64, 64, 4, 4)],
+    "qkv_backward": [Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3), Tiling(128, 64, 64, 4, 4)],
+    "proj_backward": [Tiling(64, 128, warps=4)],
+    "weights": [Tiling(128, stages=4)],
 }  # fmt: skip
+ATTENTION = {
+    "FORWARD": [{"num_warps": 8}, {"num_warps": 4, "maxnreg": 96}],
+    "BACKWARD": [{"num_warps": 8}, {"num_warps": 4, "maxnreg": 168}, {"num_warps": 8, "maxnreg": 128}],
+}
+Change = Tiling | tuple[int, int] | dict[str, int] | None
 
 
-def variants() -> list[tuple[str, Tiling | tuple[int, int] | None]]:
+def variants() -> list[tuple[str, Change]]:
     """The present settings first, then one change at a time; "parts" is the number of parts in gradients of weights."""
-    found: list[tuple[str, Tiling | tuple[int, int] | None]] = [("now", None), ("now again", None)]
-    found += [("parts", parts) for parts in ((3, 3), (10, 9), (2, 2))]
+    found: list[tuple[str, Change]] = [("now", None), ("now again", None), ("parts", (4, 4))]
+    found += [(key, options) for key, each in ATTENTION.items() for options in each]
     return found + [(key, tiling) for key, tilings in VARIANTS.items() for tiling in tilings]
 
 
@@ -158,9 +163,11 @@ def _timed(run: Callable[[], None], repeat: int) -> float:
 
 def time_variants(number: int, jobs: int, lock: Path | None) -> None:
     for key, change in variants()[number::jobs]:
-        kept, parts = dict(TILINGS), tilings.PARTS
+        kept, parts, attention = dict(TILINGS), tilings.PARTS, (fast_uvit.FORWARD, fast_uvit.BACKWARD)
         if isinstance(change, Tiling):
             TILINGS[key] = change
+        elif key in ATTENTION:
+            setattr(fast_uvit, key, change)
         elif change is not None:
             tilings.PARTS = change
         row = []
@@ -171,15 +178,16 @@ def time_variants(number: int, jobs: int, lock: Path | None) -> None:
             row.append(math.nan)
             print(f"{key} {change}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
         text = dataclasses.astuple(change) if isinstance(change, Tiling) else change
-        print(f"{key:14s} {text!s:24s} " + " ".join(f"{value:8.1f}" for value in row), flush=True)
+        print(f"{key:14s} {text!s:36s} " + " ".join(f"{value:8.1f}" for value in row), flush=True)
         TILINGS.update(kept)
         tilings.PARTS = parts
+        fast_uvit.FORWARD, fast_uvit.BACKWARD = attention
 
 
 def run_jobs(jobs: int, lock: Path | None) -> None:
     """Several processes, since most of the time goes into compiling."""
     print(
-        "kernel         tiling                   in-block in3/3   out-block out3/3 (us, forward and backward)",
+        "kernel         tiling                               in-block in3/3   out-block out3/3 (us, forward and backward)",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
