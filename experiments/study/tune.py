@@ -247,7 +247,7 @@ def time_step(method: str, kernels: bool, profile: Path | None, at: float, secon
         )
 
 
-def time_samples(method: str, kernels: bool, lock: Path | None, sizes: Sequence[int] = (1000, 500, 250, 125)) -> None:
+def time_samples(method: str, kernels: bool, lock: Path | None, sizes: Sequence[int] = (1000, 500)) -> None:
     """Seconds per 10,000 samples of one average, and how far the kernels are from the plain network."""
     test = torch.randint(0, 256, (4000, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
     losses = []
