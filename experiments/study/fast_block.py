@@ -65,7 +65,7 @@ def _scaled(x: Tensor, like: Tensor, coefficients: Tensor | None, factor: float)
     (rows, d), out = x.shape, like.new_empty(x.shape)
     gated = coefficients is not None
     products._scale[(triton.cdiv(rows, 16),)](
-        x, coefficients if gated else x, out, factor, rows, d, 16, gated, num_warps=4
+        x, coefficients if gated else x, out, factor, rows, d, 16, gated, num_warps=4, launch_pdl=True
     )
     return out
 
@@ -89,7 +89,7 @@ def forward(
 
     def norm(x: Tensor, gain: Tensor, shift: Tensor, stats: Tensor) -> None:
         """LayerNorm(x) into n."""
-        products._norm[(triton.cdiv(rows, 16),)](x, gain, shift, n, stats, rows, d, 16, num_warps=4)
+        products._norm[(triton.cdiv(rows, 16),)](x, gain, shift, n, stats, rows, d, 16, num_warps=4, launch_pdl=True)
 
     if skip is None:
         norm(x, gain1, shift1, stats)
@@ -195,7 +195,7 @@ def backward(
     dflat, dnorms = torch.empty_like(flat), torch.empty_like(norms)
     products._gather[(size // 1024 + (10 + bool(join)) * d // 32,)](
         parts, sums, dflat, dnorms, size, width, 2 * d * d + d if join else 0, *tiles.values(),
-        len(sums), count, d, 1024, 64, 32, num_warps=4,
+        len(sums), count, d, 1024, 64, 32, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return dx, dflat, dnorms, *found
 

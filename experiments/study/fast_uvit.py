@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from products import begin
 from torch import Tensor, nn
 
 from scalelong.backbones.uvit import Attention, PatchEmbed
@@ -87,8 +88,8 @@ class _Convolution(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------------------------------ attention
 
-FORWARD = {"num_warps": 4}
-BACKWARD = {"num_warps": 4}
+FORWARD = {"num_warps": 4, "launch_pdl": True}
+BACKWARD = {"num_warps": 4, "launch_pdl": True}
 
 
 @triton.jit
@@ -123,6 +124,7 @@ def _weights(q, q_last, k, k_last, scale):
 
 @triton.jit
 def _forward(qkv, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    begin()
     program = tl.program_id(0).to(tl.int64)
     image, head = program // HEADS, program % HEADS
     width: tl.constexpr = HEADS * D
@@ -138,6 +140,7 @@ def _forward(qkv, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.conste
 
 @triton.jit
 def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    begin()
     program = tl.program_id(0).to(tl.int64)
     image, head = program // HEADS, program % HEADS
     width: tl.constexpr = HEADS * D

@@ -12,9 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 EPS = tl.constexpr(1e-5)  # of the norms
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # Triton's interpreter has no inline assembly
+
+
+@triton.jit
+def begin():
+    """First line of every kernel: it may be started before the kernel in front of it has ended, and waits for it here."""
+    if not INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -49,6 +58,7 @@ def _store_norm(y, gain, shift, n, stats, rows, columns, offsets, M, D: tl.const
 
 @triton.jit
 def _norm(x, gain, shift, n, stats, M, D: tl.constexpr, BM: tl.constexpr):  # noqa: N803
+    begin()
     rows, columns, offsets, inside = _place(tl.program_id(0) * BM, 0, M, D, BM, D)
     y = tl.load(x + offsets, inside, other=0.0).to(tl.float32)
     _store_norm(y, gain, shift, n, stats, rows, columns, offsets, M, D)
@@ -59,6 +69,7 @@ def _linear(
     a, w, out, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, T: tl.constexpr  # noqa: N803
 ):  # fmt: skip
     """out = a w^T with T, else a w."""
+    begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, T)
     _, _, offsets, inside = _place(row, column, M, N, BM, BN)
@@ -95,6 +106,7 @@ def _linear_gelu(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOPE: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out = GELU(a w^T + bias), with SLOPE slope = its derivative there."""
+    begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, True)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
@@ -110,6 +122,7 @@ def _gelu_backward(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out = (g w) slope, and its sums over rows."""
+    begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
     slopes = tl.load(slope + offsets, inside, other=0.0)  # before the product, which hides the wait
@@ -124,6 +137,7 @@ def _linear_add(
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out = x + a w^T + bias; with NORM, for tiles of whole rows, also n = LayerNorm(out)."""
+    begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     rows, columns, offsets, inside = _place(row, column, M, N, BM, BN)
     y = tl.zeros((BM, BN), tl.float32)
@@ -144,6 +158,7 @@ def _join(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """out = [x, s] w^T + bias; with NORM, for tiles of whole rows, also n = LayerNorm(out)."""
+    begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     y = _matmul(x, w, row, column, tl.zeros((BM, BN), tl.float32), D, BK, True)
     y = _matmul(s, w, row, column, y, D, BK, True, D)
@@ -160,6 +175,7 @@ def _join_backward(
     D: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """dx and dskip of a join that scales the skip by a number, or with GATED by one number per row; sums of g over rows."""
+    begin()
     row, half = tl.program_id(0) * BM, tl.program_id(1)
     total = _matmul(g, w, row, half * D, tl.zeros((BM, D), tl.float32), D, BK, False)
     rows, columns, offsets, inside = _place(row, 0, M, D, BM, D)
@@ -180,6 +196,7 @@ def _join_backward(
 @triton.jit
 def _scale(s, coefficients, out, factor, M, D: tl.constexpr, BM: tl.constexpr, GATED: tl.constexpr):  # noqa: N803
     """out = s times a number, or with GATED times one number per row."""
+    begin()
     rows, _, offsets, inside = _place(tl.program_id(0) * BM, 0, M, D, BM, D)
     value = tl.load(s + offsets, inside, other=0.0).to(tl.float32)
     if GATED:
@@ -199,6 +216,7 @@ def _norm_backward(
     Also n = LayerNorm(x) again, sums over rows of the gradients of gain and shift; with BIASES those of dx and up, and dx in
     low precision. Each program takes GROUPS * BM rows.
     """
+    begin()
     of_gain, of_shift = tl.zeros((BM, D), tl.float32), tl.zeros((BM, D), tl.float32)
     of_dx, of_up = tl.zeros((BM, D), tl.float32), tl.zeros((BM, D), tl.float32)
     columns = tl.arange(0, D)
@@ -248,6 +266,7 @@ def _weight_gradients(
     STEPS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """All weights of a block, that of the join last: TILES of (BN, D), each over STEPS * BK of the rows."""
+    begin()
     strips: tl.constexpr = D // BN
     tile, part = tl.program_id(0) % TILES, tl.program_id(0) // TILES
     start, out = part * STEPS * BK, parts + part.to(tl.int64) * size
@@ -277,9 +296,10 @@ def _gather(
     HIDDEN, WIDE, JOIN: tiles of rows in the sums of fc1's bias, of all others, of the join's bias; MOST of them. join: where
     the block's own parameters start.
     """
-    program, chunks = tl.program_id(0), size // BLOCK
-    if program < chunks:
-        start = program * BLOCK
+    begin()
+    program, chunks = tl.program_id(0), tl.where(join > 0, width, 10 * D) // BC
+    if program >= chunks:
+        start = (program - chunks) * BLOCK
         index = start + tl.arange(0, BLOCK)
         total = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
@@ -288,7 +308,7 @@ def _gather(
         shift = tl.where(start >= 12 * D * D, -12 * D * D, shift)
         tl.store(flat + index + shift, total.to(flat.dtype.element_ty))
     else:
-        start = (program - chunks) * BC
+        start = program * BC
         column, columns = start // D, start + tl.arange(0, BC)
         tiles = tl.where(column == 10, JOIN, tl.where((column >= 1) & (column < 5), HIDDEN, WIDE))
         column_sum = tl.zeros((BC,), tl.float32)

@@ -19,22 +19,22 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        return {"num_warps": self.warps, "num_stages": self.stages, "launch_pdl": True}
 
 
 TILINGS = {
     "qkv": Tiling(),
     "proj": Tiling(rows=64, warps=4),
     "fc1": Tiling(),
-    "fc2": Tiling(rows=64, warps=4),
+    "fc2": Tiling(rows=64, warps=4, stages=4),
     "join": Tiling(rows=64, warps=4),
     "join_backward": Tiling(rows=64),
     "fc2_backward": Tiling(columns=64, warps=4),
-    "fc1_backward": Tiling(rows=64, warps=4),
+    "fc1_backward": Tiling(rows=64, warps=4, stages=4),
     "qkv_backward": Tiling(rows=64, warps=4),
-    "norm_backward": Tiling(rows=32, inner=8),  # no product: `inner` rows at once
+    "norm_backward": Tiling(rows=32, inner=8, warps=4),  # no product: `inner` rows at once
     "proj_backward": Tiling(),
-    "weights": Tiling(),
+    "weights": Tiling(stages=4),
 }
 
 

@@ -142,6 +142,7 @@ def microseconds(chains: list[Callable[[], None]], lock: Path | None, repeat: in
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 run()
+        for stream in streams:
             main.wait_stream(stream)
     with alone(lock):
         return _timed(graph.replay, repeat) / len(chains)
