@@ -76,29 +76,23 @@ def check(method: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- tilings
 
 VARIANTS: dict[str, list[Tiling]] = {
-    "qkv": [Tiling(64, 128, 64, 4, 3)],
-    "fc1": [Tiling(64, 128, 64, 4, 3), Tiling(128, 128, 64, 8, 2), Tiling(128, 64, 64, 4, 4)],
-    "fc2_backward": [Tiling(128, 128, 64, 8, 3), Tiling(64, 128, 64, 4, 3), Tiling(64, 64, 64, 4, 3)],
-    "proj": [Tiling(64, 256, 64, 8, 3), Tiling(128, 128, 64, 8, 3), Tiling(64, 64, 64, 4, 3)],
-    "fc2": [Tiling(64, 256, 64, 8, 4), Tiling(128, 128, 64, 8, 3), Tiling(64, 128, 64, 4, 4), Tiling(128, 64, 64, 4, 4)],
-    "join": [Tiling(64, 256, 64, 8, 3), Tiling(64, 128, 64, 4, 4)],
-    "join_backward": [Tiling(64, warps=4)],
-    "norm_backward": [Tiling(32, inner=16), Tiling(32, inner=8, warps=4), Tiling(64, inner=16), Tiling(16, inner=8)],
-    "fc1_backward": [Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3), Tiling(128, 64, 64, 4, 4)],
-    "qkv_backward": [Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3), Tiling(128, 64, 64, 4, 4)],
-    "proj_backward": [Tiling(64, 128, warps=4)],
-    "weights": [Tiling(128, stages=4)],
+    "qkv": [Tiling(64, 128, 64, 4, 3), Tiling(128, 128, 64, 4, 3), Tiling(128, 256, 64, 8, 3)],
+    "fc1": [Tiling(64, 128, 64, 4, 3), Tiling(128, 64, 64, 4, 3)],
+    "fc2_backward": [Tiling(64, 128, 64, 4, 3), Tiling(128, 128, 64, 8, 2)],
+    "proj": [Tiling(64, 256, 64, 8, 3), Tiling(128, 128, 64, 8, 3)],
+    "fc2": [Tiling(128, 128, 64, 8, 4), Tiling(128, 64, 64, 4, 4), Tiling(64, 128, 64, 4, 3)],
+    "norm_backward": [Tiling(64, inner=8, warps=4), Tiling(32, inner=16, warps=4), Tiling(64, inner=16, warps=8)],
+    "fc1_backward": [Tiling(128, 128, 64, 8, 4), Tiling(128, 64, 64, 4, 4)],
+    "qkv_backward": [Tiling(128, 128, 64, 8, 4), Tiling(128, 64, 64, 4, 4)],
+    "weights": [Tiling(128, stages=3), Tiling(64, warps=4, stages=4)],
 }  # fmt: skip
-ATTENTION = {
-    "FORWARD": [{"num_warps": 8}, {"num_warps": 4, "maxnreg": 96}],
-    "BACKWARD": [{"num_warps": 8}, {"num_warps": 4, "maxnreg": 168}, {"num_warps": 8, "maxnreg": 128}],
-}
+ATTENTION = {"BACKWARD": [{"num_warps": 4}]}
 Change = Tiling | tuple[int, int] | dict[str, int] | None
 
 
 def variants() -> list[tuple[str, Change]]:
     """The present settings first, then one change at a time; "parts" is the number of parts in gradients of weights."""
-    found: list[tuple[str, Change]] = [("now", None), ("now again", None), ("parts", (4, 4))]
+    found: list[tuple[str, Change]] = [("now", None), ("now again", None), ("parts", (3, 3))]
     found += [(key, options) for key, each in ATTENTION.items() for options in each]
     return found + [(key, tiling) for key, tilings in VARIANTS.items() for tiling in tilings]
 
