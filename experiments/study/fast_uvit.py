@@ -1,8 +1,7 @@
-"""Triton kernels for the two parts of a small U-ViT that the compiler leaves slow: attention over 65 tokens, and GELU.
+"""Triton kernels for attention over 65 tokens.
 
 Libraries pad 65 tokens to 128. Here 64 are one tile and the last one is a vector; a whole head fits one program, so the
-backward pass needs neither atomics nor saved statistics. GELU is the exact one with erf from Abramowitz and Stegun 7.1.26
-(error below 2e-7); as an opaque operation its output is saved, not recomputed.
+backward pass needs neither atomics nor saved statistics.
 
 Shapes: B images, T = 65 tokens, H heads of D = 64 channels; qkv is (B, T, 3 H D) as the linear layer writes it.
 """
@@ -13,9 +12,10 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from products import begin
 from torch import Tensor, nn
 
-from scalelong.backbones.uvit import Attention, Mlp, PatchEmbed
+from scalelong.backbones.uvit import Attention, PatchEmbed
 
 TILE = 64
 TOKENS = TILE + 1
@@ -26,10 +26,10 @@ def speed_up(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is Attention and module.qkv.in_features == module.heads * TILE and module.scale is None:
             module.__class__ = FastAttention
-        elif type(module) is Mlp:
-            module.__class__ = FastMlp
         elif type(module) is PatchEmbed:
             module.__class__ = FastPatchEmbed
+        elif type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1):
+            module.__class__ = FastConv
 
 
 class FastAttention(Attention):
@@ -37,11 +37,6 @@ class FastAttention(Attention):
         if x.shape[1] != TOKENS:
             return super().forward(x)
         return self.proj(attention(self.qkv(x), self.heads))
-
-
-class FastMlp(Mlp):
-    def hidden(self, x: Tensor) -> Tensor:
-        return gelu(self.fc1(x))
 
 
 class FastPatchEmbed(PatchEmbed):
@@ -53,7 +48,48 @@ class FastPatchEmbed(PatchEmbed):
         return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
+class SmallLinear(nn.Linear):
+    """A linear layer of a gate, too small for a matrix product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype)[..., None, :] * self.weight).sum(-1) + self.bias
+
+
+class FastConv(nn.Conv2d):
+    """A 3 x 3 convolution of few channels, in float32."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return _Convolution.apply(image.float(), self.weight.float()) + self.bias.float()[:, None, None]
+
+
+def _neighbours(image: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, C, H, W, 3, 3), zeros outside."""
+    return F.pad(image, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1)
+
+
+def _convolve(image: Tensor, weight: Tensor) -> Tensor:
+    return (_neighbours(image)[:, None] * weight[:, :, None, None]).sum((2, 5, 6))
+
+
+class _Convolution(torch.autograd.Function):
+    """Sums of products that the compiler fuses; the gradient at the image is a convolution too."""
+
+    @staticmethod
+    def forward(ctx, image: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(image, weight)
+        return _convolve(image, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        image, weight = ctx.saved_tensors
+        dweight = (_neighbours(image)[:, None] * grad[:, :, None, :, :, None, None]).sum((0, 3, 4))
+        return _convolve(grad, weight.flip(2, 3).transpose(0, 1)), dweight
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
+
+FORWARD = {"num_warps": 4, "launch_pdl": True}
+BACKWARD = {"num_warps": 4, "launch_pdl": True}
 
 
 @triton.jit
@@ -88,6 +124,7 @@ def _weights(q, q_last, k, k_last, scale):
 
 @triton.jit
 def _forward(qkv, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    begin()
     program = tl.program_id(0).to(tl.int64)
     image, head = program // HEADS, program % HEADS
     width: tl.constexpr = HEADS * D
@@ -103,6 +140,7 @@ def _forward(qkv, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.conste
 
 @triton.jit
 def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl.constexpr):  # noqa: N803
+    begin()
     program = tl.program_id(0).to(tl.int64)
     image, head = program // HEADS, program % HEADS
     width: tl.constexpr = HEADS * D
@@ -133,20 +171,31 @@ def _backward(qkv, grad, out, scale, HEADS: tl.constexpr, D: tl.constexpr, N: tl
     _store(target + width, 3 * width, dk, dk_last, D, N)
 
 
+def attention_into(qkv: Tensor, out: Tensor, heads: int) -> None:
+    """Write softmax(q k / 8) v of each head to out: (B * 65, 3 H 64) -> (B * 65, H 64), contiguous."""
+    programs = qkv.numel() // (3 * TILE * TOKENS)
+    _forward[(programs,)](qkv, out, TILE**-0.5, heads, TILE, TILE, **FORWARD)
+
+
+def attention_backward_into(qkv: Tensor, grad: Tensor, out: Tensor, heads: int) -> None:
+    """Write the gradient at qkv to out."""
+    programs = qkv.numel() // (3 * TILE * TOKENS)
+    _backward[(programs,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, **BACKWARD)
+
+
 @torch.library.custom_op("study::attention", mutates_args=())
 def attention(qkv: Tensor, heads: int) -> Tensor:
-    """(B, 65, 3 H 64) -> (B, 65, H 64): softmax(q k / 8) v of each head."""
-    qkv = qkv.contiguous()
+    """(B, 65, 3 H 64) -> (B, 65, H 64)."""
     out = qkv.new_empty(*qkv.shape[:2], heads * TILE)
-    _forward[(len(qkv) * heads,)](qkv, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    attention_into(qkv.contiguous(), out, heads)
     return out
 
 
 @torch.library.custom_op("study::attention_backward", mutates_args=())
 def attention_backward(qkv: Tensor, grad: Tensor, heads: int) -> Tensor:
-    qkv, grad = qkv.contiguous(), grad.contiguous()
+    qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
-    _backward[(len(qkv) * heads,)](qkv, grad, out, TILE**-0.5, heads, TILE, TILE, num_warps=4)
+    attention_backward_into(qkv, grad.contiguous(), out, heads)
     return out
 
 
@@ -162,70 +211,9 @@ def _(qkv: Tensor, _grad: Tensor, _heads: int) -> Tensor:
 
 def _save(ctx, inputs, output) -> None:  # noqa: ARG001
     ctx.save_for_backward(inputs[0])
-    ctx.heads = inputs[1] if len(inputs) > 1 else 0
+    ctx.heads = inputs[1]
 
 
 attention.register_autograd(
     lambda ctx, grad: (attention_backward(*ctx.saved_tensors, grad, ctx.heads), None), setup_context=_save
 )
-
-
-# ----------------------------------------------------------------------------------------------------------------- GELU
-
-
-@triton.jit
-def _normal(x):
-    """The standard normal density and distribution function at x."""
-    z = tl.abs(x) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * z)
-    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    tail = tl.exp(-z * z)
-    above = 1.0 - 0.5 * polynomial * tail
-    return tail * 0.3989422804014327, tl.where(x < 0, 1.0 - above, above)
-
-
-@triton.jit
-def _gelu(x, y, n, BLOCK: tl.constexpr):  # noqa: N803
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
-    _, below = _normal(value)
-    tl.store(y + index, (value * below).to(y.dtype.element_ty), mask=index < n)
-
-
-@triton.jit
-def _gelu_backward(x, grad, dx, n, BLOCK: tl.constexpr):  # noqa: N803
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + index, mask=index < n, other=0.0).to(tl.float32)
-    up = tl.load(grad + index, mask=index < n, other=0.0).to(tl.float32)
-    density, below = _normal(value)
-    tl.store(dx + index, (up * (below + value * density)).to(dx.dtype.element_ty), mask=index < n)
-
-
-@torch.library.custom_op("study::gelu", mutates_args=())
-def gelu(x: Tensor) -> Tensor:
-    """Exact GELU of a contiguous tensor."""
-    x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
-    _gelu[(triton.cdiv(n, 2048),)](x, y, n, 2048, num_warps=8)
-    return y
-
-
-@torch.library.custom_op("study::gelu_backward", mutates_args=())
-def gelu_backward(x: Tensor, grad: Tensor) -> Tensor:
-    x, grad = x.contiguous(), grad.contiguous()
-    dx, n = torch.empty_like(x), x.numel()
-    _gelu_backward[(triton.cdiv(n, 2048),)](x, grad, dx, n, 2048, num_warps=8)
-    return dx
-
-
-@gelu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@gelu_backward.register_fake
-def _(x: Tensor, _grad: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-gelu.register_autograd(lambda ctx, grad: gelu_backward(*ctx.saved_tensors, grad), setup_context=_save)

@@ -56,11 +56,11 @@ class Trainer:
         self.lr = spec.lr if lr is None else lr  # a tensor can be changed between the replays of a graph
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
-        if self.on_gpu and spec.kernels:
-            from fast_uvit import speed_up
-
-            speed_up(self.model)
         self.weights = Weights(self.model, torch.bfloat16 if self.on_gpu else torch.float32)
+        if self.on_gpu and spec.kernels:
+            from fast_block import speed_up
+
+            speed_up(self.model, self.weights)
         self.start = self.weights.master.clone()
         self.ema, self.short, self.m, self.v = (torch.zeros_like(self.start) for _ in range(4))
         self.sizes: Sequence[float | Tensor] = (1.0, 1.0)
@@ -83,7 +83,7 @@ class Trainer:
         self.noise.normal_(generator=self.generator)
         variants.set_progress(self.model, self.spec.changes, self.step)
         loss = self._loss(self.model, self.images, self.index, self.uniforms, self.noise)
-        gradients = torch.autograd.grad(loss, self.weights.parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, self.weights.leaves, materialize_grads=True)
         with torch.no_grad():
             self.step += 1
             self.loss_sum += loss.detach()

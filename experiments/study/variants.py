@@ -7,6 +7,7 @@
     joins: xavier        Xavier initialisation of the layers that join skips
     features: true       later blocks are conditioned on the features of the middle one
     mup: WIDTH           muP relative to this width, with heads of the same size
+    again: true          nothing: a second run of the same seed, to see how far two such runs differ
 
 W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` and `rate` together, and CS with
 `same_function` is `rate` alone, but for Adam's eps.
@@ -26,7 +27,7 @@ from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.scaling.registry import METHODS
 from scalelong.skips.hooks import replace_scaling, scaling_of
 
-KEYS = ("ramp", "same_function", "size", "rate", "joins", "features", "mup")
+KEYS = ("ramp", "same_function", "size", "rate", "joins", "features", "mup", "again")
 
 
 def check(method: str, changes: Mapping[str, Any]) -> None:

@@ -35,7 +35,23 @@ class Weights:
             parameter.data = used[place].view(parameter.shape)
             self.padding.append(used.new_zeros(size - parameter.numel()))
             start += size
+        self.leaves: list[Tensor] = list(
+            self.parameters
+        )  # what gradients are taken of, in the order of the flat tensors
         self.load(self.master.clone())
+
+    def leaf(self, parameters: Sequence[Tensor]) -> Tensor:
+        """One flat tensor in place of neighbouring parameters: gradients are then taken of it."""
+        first = next(i for i, known in enumerate(self.leaves) if known is parameters[0])
+        place = slice(first, first + len(parameters))
+        size = sum(parameter.numel() for parameter in parameters)
+        neighbours = all(a is b for a, b in zip(self.leaves[place], parameters, strict=True))
+        if not neighbours or any(len(padding) for padding in self.padding[place]):
+            raise ValueError("parameters: must be neighbours in the flat tensors, without padding between them")
+        flat = torch.as_strided(parameters[0].detach(), (size,), (1,)).requires_grad_(parameters[0].requires_grad)
+        self.leaves[place] = [flat]
+        self.padding[place] = [self.padding[first]]
+        return flat
 
     @torch.no_grad()
     def load(self, values: Tensor) -> None:
