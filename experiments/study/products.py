@@ -140,12 +140,8 @@ def _linear_add(
     begin()
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     rows, columns, offsets, inside = _place(row, column, M, N, BM, BN)
-    y = tl.zeros((BM, BN), tl.float32)
-    if NORM:
-        y = _matmul(a, w, row, column, y, K, BK, True) + tl.load(x + offsets, inside, other=0.0).to(tl.float32)
-    else:
-        around = tl.load(x + offsets, inside, other=0.0)  # before the product, which hides the wait
-        y = _matmul(a, w, row, column, y, K, BK, True) + around.to(tl.float32)
+    around = tl.load(x + offsets, inside, other=0.0)  # before the product, which hides the wait
+    y = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, True) + around.to(tl.float32)
     low = (y + tl.load(bias + columns).to(tl.float32)[None, :]).to(out.dtype.element_ty)
     tl.store(out + offsets, low, inside)
     if NORM:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import variants
+from entries import Run
 from evaluator import sample
 from fid import Gaussian, Reference
 from network import Spec, build_model, write_spec
@@ -206,17 +207,50 @@ def test_gradients_are_flattened_in_the_order_of_the_weights(tmp_path) -> None:
 _IN_THE_INTERPRETER = """
 import copy, sys, torch
 sys.path += sys.argv[1:]
-from fast_uvit import FastAttention, speed_up
+import fast_block, scalelong
 from scalelong.backbones import UViT, UViTConfig
-torch.manual_seed(0)
-model = UViT(UViTConfig(image_size=32, patch_size=4, dim=128, heads=2, depth=2))
-fast = copy.deepcopy(model)
-speed_up(fast)
-assert type(fast.mid_block.attn) is FastAttention
-x, time = torch.randn(2, 3, 32, 32), torch.rand(2)
-plain, found = ([y := net(x, time), *torch.autograd.grad(y.square().sum(), list(net.parameters()))] for net in (model, fast))
-for ours, theirs in zip(found, plain, strict=True):
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+from weights import Weights
+
+def network(method):
+    torch.manual_seed(0)
+    model = UViT(UViTConfig(image_size=32, patch_size=4, dim=128, heads=2, depth=2))
+    scalelong.apply(model, method)
+    for parameter in model.parameters():  # none of them zero or one
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+def close(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()), rtol=1e-4)
+
+for method in ("cs", "ls"):
+    x, time, found = torch.randn(2, 3, 32, 32), torch.rand(2), []
+    for fast in (False, True):
+        model = network(method)
+        weights = Weights(model, torch.float32)
+        if fast:
+            fast_block.speed_up(model, weights)
+            blocks = (*model.in_blocks, model.mid_block, *model.out_blocks)
+            assert all(type(block) is fast_block.FastBlock for block in blocks)
+        y = model(x, time)
+        found.append([y, *weights.flatten(torch.autograd.grad(y.square().sum(), weights.leaves))])
+    close(*reversed(found))
+
+plain = network("none").requires_grad_(False)  # forward only, as in evaluation
+fast = copy.deepcopy(plain)
+fast_block.speed_up(fast, Weights(fast, torch.float32))
+close([fast(x, time)], [plain(x, time)])
+
+flat = 0.05 * torch.randn(14 * 128 ** 2 + 7 * 128)  # low precision beside float32: an out-block and its gradients
+x, skip, dy = torch.randn(3, 65, 128)
+norms, rows = torch.rand(512) + 0.5, torch.rand(65)
+exact, low = (
+    [out, *fast_block.backward(dy.to(kind), x.to(kind), flat.to(kind), norms, 2, skip, rows, 1.0, *kept)]
+    for kind in (torch.float32, torch.float16)
+    for out, *kept in [fast_block.forward(x.to(kind), flat.to(kind), norms, 2, skip, rows, 1.0)]
+)
+for a, b in zip(exact, low, strict=True):
+    assert float((a - b).norm() / a.norm()) < 2e-3, (a, b)
 """
 
 
@@ -231,3 +265,30 @@ def test_the_kernels_are_the_plain_network(monkeypatch) -> None:
         [sys.executable, "-c", _IN_THE_INTERPRETER, *paths], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_one_leaf_takes_the_gradient_of_neighbouring_parameters(tmp_path) -> None:
+    narrow = build_model(tiny_spec(tmp_path))  # 16 numbers, then padding up to 64
+    with pytest.raises(ValueError, match="padding"):
+        Weights(narrow, torch.float32).leaf([*narrow.mid_block.norm2.parameters()])
+    model = build_model(tiny_spec(tmp_path, dim=64))
+    weights = Weights(model, torch.float32)
+    before, (gain, shift) = weights.master.clone(), model.mid_block.norm2.parameters()
+    flat = weights.leaf([gain, shift])
+    assert torch.equal(flat, torch.cat([gain, shift]))
+    with torch.no_grad():
+        flat.fill_(3.0)
+    assert gain.eq(3).all()
+    assert shift.eq(3).all()
+    assert len(weights.leaves) == len(weights.parameters) - 1
+    flattened = torch.cat(weights.flatten([leaf.detach() for leaf in weights.leaves]))
+    assert flattened.shape == before.shape
+    assert int((flattened != before).sum()) == 2 * 64
+    with pytest.raises(ValueError, match="neighbours"):
+        weights.leaf([model.in_blocks[0].norm1.weight, model.mid_block.norm1.weight])
+
+
+def test_a_run_done_again_is_named_apart_and_changes_nothing(tmp_path) -> None:
+    plain, again = (build_model(changed(tmp_path, "none", **changes)) for changes in ({}, {"again": True}))
+    torch.testing.assert_close(*outputs(plain, again))
+    assert Run("none", 1, {}, 0, {"again": True}).name != Run("none", 1).name
