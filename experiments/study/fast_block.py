@@ -306,4 +306,4 @@ def _supported(module: Block) -> bool:
     branches = (attn, module.mlp, attn.qkv, attn.proj, module.norm1, module.norm2)
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in branches)
     sizes = d in WIDTHS and d == attn.heads * TILE and module.mlp.fc1.out_features == 4 * d
-    return sizes and not hooked and attn.qkv.bias is None
+    return sizes and not hooked and attn.qkv.bias is None and attn.scale is None

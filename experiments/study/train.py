@@ -57,16 +57,16 @@ class Trainer:
         self.on_gpu = device.type == "cuda"
         self.model = build_model(spec).to(device)
         self.weights = Weights(self.model, torch.bfloat16 if self.on_gpu else torch.float32)
-        if self.on_gpu and spec.kernels:
-            from fast_block import speed_up
-
-            speed_up(self.model, self.weights)
         self.start = self.weights.master.clone()
         self.ema, self.short, self.m, self.v = (torch.zeros_like(self.start) for _ in range(4))
         self.sizes: Sequence[float | Tensor] = (1.0, 1.0)
         if "rate" in spec.changes or "mup" in spec.changes:
             sizes = variants.step_sizes(self.model, self.weights.parameters, spec.changes)
-            self.sizes = self.weights.flatten(sizes)
+            self.sizes = self.weights.flatten(sizes)  # of parameters: before the kernels join them to leaves
+        if self.on_gpu and spec.kernels:
+            from fast_block import speed_up
+
+            speed_up(self.model, self.weights)
         self.step, self.loss_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         self.generator = torch.Generator(device)
         self.index = torch.zeros(spec.batch, dtype=torch.int64, device=device)
