@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
+SECONDS = "print(time.time() - float(sys.argv[1]), time.process_time())"  # wall clock, processor
 Step = Callable[[int], object]  # called with the number of the step, from 1
 
 
@@ -113,3 +114,33 @@ def matmul_ceiling(device: torch.device, size: int = 0) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     (times,) = windows([lambda _: a @ b], device, count=10, size=5, warm_up=5)
     return 2 * size**3 / (min(times) / 1e3)
+
+
+def startup() -> dict[str, float]:
+    """Seconds that `import scalelong` adds to `import torch`, and from start to the first step of the demo's preset.
+
+    By the wall clock, and as processor time, which other programs on the machine do not lengthen.
+    """
+    first_step = (
+        "import sys, time; from scalelong.training import Trainer, get_preset\n"
+        f"def stop(*_): {SECONDS}; sys.stdout.flush(); import os; os._exit(0)\n"
+        "import tempfile; Trainer(get_preset('digits-demo'), tempfile.mkdtemp() + '/run', [stop]).run()"
+    )
+    programs = {
+        "torch": f"import sys, time, torch; {SECONDS}",
+        "scalelong": f"import sys, time, torch, scalelong; {SECONDS}",
+        "first_step": first_step,
+    }
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in programs}
+    for _ in range(3):
+        for name, program in programs.items():
+            command = [sys.executable, "-c", program, str(time.time())]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds[name].append(tuple(map(float, done.stdout.split()[-2:])))
+    wall, processor = ({name: min(each[i] for each in values) for name, values in seconds.items()} for i in (0, 1))
+    return {
+        "import_seconds_over_torch": wall["scalelong"] - wall["torch"],
+        "import_processor_seconds_over_torch": processor["scalelong"] - processor["torch"],
+        "first_step_seconds": wall["first_step"],
+        "first_step_processor_seconds": processor["first_step"],
+    }

@@ -16,27 +16,25 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
-from measure import Step, about, clock, matmul_ceiling, spread, training_flops, windows, write
+from measure import Step, about, clock, matmul_ceiling, spread, startup, training_flops, windows, write
 from plain_uvit import PlainUViT, noisy
 from torch import Tensor, nn
 
 from scalelong.training import RunConfig, Trainer, get_preset
 
-SECONDS = "print(time.time() - float(sys.argv[1]), time.process_time())"  # wall clock, processor
 EMOJI = "emoji32"  # images of 32 x 32 that come with the package
 
 
@@ -53,6 +51,7 @@ class Benchmark:
     cpu: bool = False
     startup: bool = True  # also measure how long importing and the first step take
     out: str = ""
+    add_to: str = ""  # an earlier result whose rows of other batch sizes are kept, where one run would take too long
 
 
 def config_of(method: str, batch: int, mode: str, on_gpu: bool, model: str = "uvit") -> RunConfig:
@@ -175,42 +174,15 @@ def trainer_windows(
     return found
 
 
-def startup() -> dict[str, float]:
-    """Seconds that `import scalelong` adds to `import torch`, and from start to the first step of the demo's preset.
-
-    By the wall clock, and as processor time, which other programs on the machine do not lengthen.
-    """
-    first_step = (
-        "import sys, time; from scalelong.training import Trainer, get_preset\n"
-        f"def stop(*_): {SECONDS}; sys.stdout.flush(); import os; os._exit(0)\n"
-        "import tempfile; Trainer(get_preset('digits-demo'), tempfile.mkdtemp() + '/run', [stop]).run()"
-    )
-    programs = {
-        "torch": f"import sys, time, torch; {SECONDS}",
-        "scalelong": f"import sys, time, torch, scalelong; {SECONDS}",
-        "first_step": first_step,
-    }
-    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in programs}
-    for _ in range(3):
-        for name, program in programs.items():
-            command = [sys.executable, "-c", program, str(time.time())]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            seconds[name].append(tuple(map(float, done.stdout.split()[-2:])))
-    wall, processor = ({name: min(each[i] for each in values) for name, values in seconds.items()} for i in (0, 1))
-    return {
-        "import_seconds_over_torch": wall["scalelong"] - wall["torch"],
-        "import_processor_seconds_over_torch": processor["scalelong"] - processor["torch"],
-        "first_step_seconds": wall["first_step"],
-        "first_step_processor_seconds": processor["first_step"],
-    }
-
-
 class Results:
     """The rows so far, printed and written as they come."""
 
     def __init__(self, command: Benchmark, device: torch.device) -> None:
         self.out, self.device, self.ceiling = command.out, device, matmul_ceiling(device)
         self.content: dict[str, Any] = {**about(device), "matmul_tflops": self.ceiling / 1e12, "rows": []}
+        if command.add_to:
+            earlier = json.loads(Path(command.add_to).read_text())["rows"]
+            self.content["rows"] = [row for row in earlier if row["batch"] not in command.batch_sizes]
         print(f"{self.content['device']}, torch {torch.__version__}, matmul {self.ceiling / 1e12:.3g} TFLOP/s")
 
     def add(self, times: list[float], flops: float, batch: int, peak: float | None = None, **what: Any) -> None:

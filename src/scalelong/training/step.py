@@ -92,9 +92,7 @@ class Stepper:
             samples.append((loss.detach(), batch, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm: Any = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm or math.inf)
-        if self.sharded:
-            norm = norm.full_tensor()
+        norm = self._clip()
         loss = torch.cat([loss for loss, _, _ in samples]).mean() / self.world_size
         shared = torch.stack([loss, torch.full((), float(stop), device=self.device)])
         if self.world_size > 1 and protected("step.share"):
@@ -129,6 +127,15 @@ class Stepper:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
         self.scaling.advance(step)
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradient, clipped if settings say so; without, torch's function would still write it."""
+        clip_norm = self.config.optimizer.clip_norm
+        if not clip_norm and not self.sharded:
+            norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
+            return torch.linalg.vector_norm(torch.stack(norms))
+        norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
+        return norm.full_tensor() if self.sharded else norm  # type: ignore[no-any-return]
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite or the loss is above its limit.
