@@ -133,7 +133,8 @@ class Stepper:
         clip_norm = self.config.optimizer.clip_norm
         if not clip_norm and not self.sharded:
             norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
-            return torch.linalg.vector_norm(torch.stack(norms))
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+            return total
         norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
         return norm.full_tensor() if self.sharded else norm  # type: ignore[no-any-return]
 
