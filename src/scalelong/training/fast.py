@@ -232,7 +232,7 @@ def low_precision_copy(model: nn.Module, optimizer: FlatAdamW) -> nn.Module:
                 mine._parameters[key] = made.setdefault(id(parameter), new)
         mine._buffers.update(theirs._buffers)
         if isinstance(theirs, UViT):
-            mine.in_blocks[0].register_forward_pre_hook(_to_low_precision)  # type: ignore[operator, union-attr, index]
+            mine.in_blocks[0].register_forward_pre_hook(_to_low_precision)  # type: ignore[union-attr, index]
     return network
 
 
