@@ -131,12 +131,12 @@ class Stepper:
     def _clip(self) -> Tensor:
         """The norm of the gradient, clipped if settings say so; without, torch's function would still write it."""
         clip_norm = self.config.optimizer.clip_norm
-        if not clip_norm and not self.sharded:
-            norms = torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])
-            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-            return total
-        norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
-        return norm.full_tensor() if self.sharded else norm  # type: ignore[no-any-return]
+        if clip_norm or self.sharded:
+            norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
+            total: Tensor = norm.full_tensor() if self.sharded else norm
+        else:
+            total = torch.stack(torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])).norm()
+        return total
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite or the loss is above its limit.
