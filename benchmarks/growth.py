@@ -30,7 +30,8 @@ from scalelong.runs.settings import DataSettings, ModelSettings, RunConfig, Scal
 from scalelong.training import get_preset
 from scalelong.training.build import build_model, build_objective
 from scalelong.training.fast import speed_up
-from scalelong.training.step import EMA, Pending, Stepper, autocast, sample_indices
+from scalelong.training.optimizers import EMA
+from scalelong.training.step import Pending, Stepper, autocast, sample_indices
 
 METHODS = ("none", "cs", "ls")
 

@@ -16,7 +16,7 @@ from scalelong.backbones import as_network
 from scalelong.training import Trainer, train
 from scalelong.training.build import build_model, build_objective, check_config
 from scalelong.training.fast import FastStepper, FlatAdamW, low_precision_copy, update_flat
-from scalelong.training.step import EMA
+from scalelong.training.optimizers import EMA
 from tests.training.test_loop import Poison
 from tests.training.tiny import assert_same_run, losses, newest, tiny
 

@@ -7,14 +7,8 @@ import torch
 
 from scalelong.data import load_source, make_loader
 from scalelong.training.build import build_model, build_objective
-from scalelong.training.step import (
-    EMA,
-    Stepper,
-    learning_rate,
-    make_optimizers,
-    resolve_precision,
-    sample_indices,
-)
+from scalelong.training.optimizers import EMA, make_optimizers
+from scalelong.training.step import Stepper, learning_rate, resolve_precision, sample_indices
 from tests.training.tiny import tiny
 
 

@@ -6,8 +6,8 @@ from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig
 from scalelong.training.guard import NonFiniteError
 from scalelong.training.loop import Trainer, train
+from scalelong.training.optimizers import EMA
 from scalelong.training.run import TrainedRun, load_run, sample_batches
-from scalelong.training.step import EMA
 
 __all__ = [
     "EMA",

@@ -23,7 +23,8 @@ from scalelong.data import Batch
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.parametrization import param_groups
 from scalelong.runs.settings import RunConfig
-from scalelong.training.step import EMA, Pending, Stepper, autocast
+from scalelong.training.optimizers import EMA
+from scalelong.training.step import Pending, Stepper, autocast
 
 _ALIGN = 64  # elements: every tensor starts at an aligned address
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what autocast computes in 16 bits

@@ -44,10 +44,11 @@ from scalelong.training.distillation import Distillation
 from scalelong.training.fast import speed_up
 from scalelong.training.guard import Guard
 from scalelong.training.host import environment, stop_signals
+from scalelong.training.optimizers import EMA
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
 from scalelong.training.shard import gathered, scattered, shard
-from scalelong.training.step import EMA, Pending, Stepper, Window, learning_rate, sample_indices
+from scalelong.training.step import Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
 

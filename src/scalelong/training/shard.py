@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalelong.skips.families import stages
-from scalelong.training.step import EMA
+from scalelong.training.optimizers import EMA
 
 
 def shard(model: nn.Module, ema: EMA) -> ShardedEMA:
