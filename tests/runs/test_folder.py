@@ -9,8 +9,8 @@ import pytest
 
 from scalelong.errors import SettingError
 from scalelong.files import file_digest
+from scalelong.runs.config import to_yaml
 from scalelong.runs.folder import is_run, read_config
-from scalelong.runs.settings import to_yaml
 from tests.training.tiny import tiny
 
 
