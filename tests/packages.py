@@ -130,7 +130,8 @@ def segmentation_networks() -> list[Packaged]:
         Packaged("Unet (resnet18)", package, build("Unet"), x, 4),
         Packaged("MAnet (resnet18)", package, build("MAnet"), x, None, "it is ambiguous which to scale"),
         Packaged("Linknet (resnet18)", package, build("Linknet"), x, 4),
-        Packaged("UnetPlusPlus (resnet18)", package, build("UnetPlusPlus"), x, None, "not all skips would be scaled"),
+        # all its skips are joined several at once: none by itself
+        Packaged("UnetPlusPlus (resnet18)", package, build("UnetPlusPlus"), x, 0, "several at once, as in decoder"),
         Packaged("FPN (resnet18)", package, build("FPN"), x, None, "cannot be scaled"),
         Packaged("DeepLabV3 (resnet18)", package, build("DeepLabV3"), x, 0),
     ]

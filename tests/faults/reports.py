@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -18,6 +17,12 @@ from tests.faults.harness import case, environment, times
 from tests.training.tiny import tiny
 
 SECONDS, MEGABYTES = 10, 300
+STARTER = """
+import json, resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss]))
+"""
 BLOCKS = [*(f"in_blocks.{i}" for i in range(3)), "mid_block", *(f"out_blocks.{i}" for i in range(3))]
 MARKUP = "<script>alert(1)</script> [x](javascript:alert(1)) `y` \x1b[2J"
 HOSTILE: list[bytes] = [
@@ -68,15 +73,13 @@ def write_runs(folder: Path, runs: int, records: int) -> None:
 
 
 def measured(*arguments: str) -> tuple[float, float]:
-    """Seconds of computing and peak megabytes of a command line."""
-    command = [sys.executable, "-m", "scalelong.cli.main", *arguments]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, (
-        f"exit {process.returncode}: {process.stderr.read()[-300:] if process.stderr else ''!r}"
-    )
-    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+    """Seconds of computing and peak megabytes of a command line, started by a small process: Linux counts the size of the
+    one that forks as the child's."""
+    command = [sys.executable, "-c", STARTER, sys.executable, "-m", "scalelong.cli.main", *arguments]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    status, seconds, kilobytes = json.loads(done.stdout)
+    assert status == 0, f"exit {status}: {done.stderr[-300:]!r}"
+    return seconds, kilobytes / 1024
 
 
 @case(
