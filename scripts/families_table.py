@@ -212,7 +212,8 @@ def refused_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["| model | from | what the error says |", "|---|---|---|"]
     for each in rows:
         if each["found"] is None:
-            said = each["said"].partition("cannot be scaled: ")[2]
+            said = each["said"].removeprefix("model: ")
+            said = said.partition("cannot be scaled: ")[2] or said
             lines.append(f"| {each['name']} | {each['package']} | {said} |")
     return "\n".join(lines)
 
