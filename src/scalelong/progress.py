@@ -55,7 +55,8 @@ class Progress(Bar):
 
     def _print(self) -> None:
         self._last, self._printed = time.monotonic(), self.n
-        print(self, file=sys.stderr, flush=True)  # noqa: T201
+        sys.stderr.write(f"{self}\n")
+        sys.stderr.flush()
 
 
 def _on_terminal() -> bool:
@@ -67,4 +68,4 @@ class LogHandler(logging.Handler):
     """Writes log messages to stderr above the bars, not through them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        tqdm.write(f"{self.format(record)}\n", file=sys.stderr, end="")  # one write: lines of ranks stay apart
