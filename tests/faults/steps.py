@@ -12,7 +12,7 @@ from scalelong.runs.events import read_events
 from scalelong.training import Trainer, loop
 from tests.faults.harness import PATIENCE, case, times
 from tests.faults.processes import launch
-from tests.training.tiny import assert_same_run, assert_same_weights, losses, newest, tiny
+from tests.training.tiny import Spike, assert_same_run, assert_same_weights, losses, newest, tiny
 
 POISONS = ("nan loss", "inf gradient", "inf loss", "nan gradient")
 
@@ -84,20 +84,6 @@ def nonfinite(folder: Path, protect: bool) -> str:
                 train = [record for record in read_events(run.folder)[0] if record["kind"] == "train"]
                 assert train[-1]["skipped"] == 1
     return f"{2 * len(kinds)} of {2 * len(kinds)}: both ranks decided the same and named the sample and its t"
-
-
-class Spike:
-    """Multiplies the loss of one step by 100, the first time it is reached."""
-
-    def __init__(self, trainer: Trainer, step: int) -> None:
-        self.real, self.trainer, self.step, self.left = trainer.objective.loss, trainer, step, 1
-        trainer.objective.__dict__["loss"] = self
-
-    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
-        loss = self.real(*args, **kwargs)
-        hit = self.trainer.step + 1 == self.step and self.left
-        self.left -= bool(hit)
-        return loss * 100 if hit else loss
 
 
 @case(

@@ -11,7 +11,7 @@ from scalelong.runs.settings import TrainingSettings
 from scalelong.training import NonFiniteError, Trainer, read_events
 from scalelong.training.guard import Guard, describe
 from scalelong.training.step import StepResult, find_suspects
-from tests.training.tiny import assert_same_weights, losses, tiny
+from tests.training.tiny import Spike, assert_same_weights, losses, tiny
 
 BAD = StepResult(math.nan, math.nan, stop=False, overflow=False)
 
@@ -67,21 +67,6 @@ def test_the_limit_is_the_same_whether_the_step_before_was_read_or_not() -> None
             later.review(step - 1, before, list)  # noqa: F821  # of the last turn
         at_once.review(step, loss, list)
         before = loss  # noqa: F841
-
-
-class Spike:
-    """Multiplies the loss of one step by 100, the first time it is reached."""
-
-    def __init__(self, trainer: Trainer, step: int) -> None:
-        self.real, self.trainer, self.step, self.left = trainer.objective.loss, trainer, step, 1
-        trainer.objective.__dict__["loss"] = self
-
-    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
-        loss = self.real(*args, **kwargs)
-        if self.trainer.step + 1 == self.step and self.left:
-            self.left -= 1
-            return loss * 100
-        return loss
 
 
 @pytest.mark.parametrize("log_every", [1, 5], ids=["read at once", "read a step later"])

@@ -19,7 +19,7 @@ from scalelong.runs.settings import (
     ScalingSettings,
     TrainingSettings,
 )
-from scalelong.training import RunConfig
+from scalelong.training import RunConfig, Trainer
 
 TINY = RunConfig(
     data=DataSettings("digits", workers=0),
@@ -62,3 +62,18 @@ def assert_same_weights(one, other) -> None:
         first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (one, other))
         assert first.keys() == second.keys()
         assert all(torch.equal(value, second[key]) for key, value in first.items()), name
+
+
+class Spike:
+    """Multiplies the loss of one step by 100, the first time it is reached."""
+
+    def __init__(self, trainer: Trainer, step: int) -> None:
+        self.real, self.trainer, self.step, self.left = trainer.objective.loss, trainer, step, 1
+        trainer.objective.__dict__["loss"] = self
+
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        loss = self.real(*args, **kwargs)
+        if self.trainer.step + 1 == self.step and self.left:
+            self.left -= 1
+            return loss * 100
+        return loss

@@ -44,7 +44,7 @@ class Ranks:
         self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit, **joined)  # CPU ranks need the flag
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
-        self.step = 0  # of the run, told to the other ranks
+        self.step = 0  # of the run, published to the other ranks
         self._timeout, self._every = timeout, min(_BEAT_SECONDS, timeout / 10)
         self._closed = threading.Event()
         self._barriers, self._seen = 0, dict.fromkeys(range(self.num_processes), ("", time.monotonic()))
@@ -79,7 +79,7 @@ class Ranks:
                 raise RuntimeError(self._sentence(silent))
 
     def announced(self, name: str, here: bool) -> bool:
-        """True if `here` was true on any rank; it is told to the others."""
+        """Whether `here` is true on this rank or was true on another; sets a flag in the shared store."""
         if self.num_processes == 1:
             return here
         if here:
