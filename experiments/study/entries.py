@@ -47,6 +47,7 @@ class Run:
 class Recipe:
     """Network and schedule."""
 
+    network: str = "uvit"  # or "unet", the DDPM's (36M parameters at dim 128), which needs diffusers
     steps: int = 100_000
     batch: int = 128
     lr: float = 2e-4
@@ -57,6 +58,7 @@ class Recipe:
     patch: int = 4
     loss_every: int = 1000
     fid_at: tuple[int, ...] = (10_000, 25_000, 50_000, 100_000)
+    short_fid: bool = True  # FID of the shorter average too
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Piece(Recipe):
     runs: tuple[Run, ...]
     data: str = "cifar10"
     minutes: float = 0.0  # estimated, or measured once done
+    ms_per_step: float = 0.0  # per model and step where the arithmetic does not tell, test losses included
+    fid_s: float = 0.0  # likewise
     status: str = "open"  # open, done, partial
     needs: str = ""  # code that is not written yet
 
@@ -93,7 +97,12 @@ class Speed:
         """Seconds that the piece takes from start to last row."""
         steps = [run.steps or piece.steps for run in piece.runs]
         fids = sum(at <= last for last in steps for at in piece.fid_at)
-        return self.startup_s + piece.cost * (sum(steps) * self.ms_per_step / 1000 + fids * self.fid_s)
+        fid_s = piece.fid_s or piece.cost * 128 / piece.batch * self.fid_s
+        return self.startup_s + sum(steps) * self.step_ms(piece) / 1000 + fids * fid_s
+
+    def step_ms(self, piece: Piece) -> float:
+        """Milliseconds per model and step."""
+        return piece.ms_per_step or piece.cost * self.ms_per_step
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def check_startable(piece: Piece, speed: Speed) -> None:
     if minutes > speed.limit_minutes:
         raise StudyError(
             f"{where}.steps: {len(piece.runs)} runs of {piece.steps} steps take {minutes:.1f} minutes at "
-            f"{speed.ms_per_step * piece.cost:.2f} ms per model and step, the limit is {speed.limit_minutes:g}; "
+            f"{speed.step_ms(piece):.2f} ms per model and step, the limit is {speed.limit_minutes:g}; "
             "split the runs over two pieces"
         )
 
@@ -149,6 +158,11 @@ def _piece(entry: Mapping[str, Any]) -> Piece:
             raise StudyError(f"{where}.{key}: must be at least 1, got {getattr(piece, key)}")
     if piece.data not in DATA:
         raise StudyError(f"{where}.data: unknown {piece.data!r}; choose one of {', '.join(DATA)}")
+    if piece.network not in ("uvit", "unet") or (piece.network == "unet" and not piece.ms_per_step):
+        raise StudyError(f"{where}.network: must be uvit, or unet with ms_per_step, got {piece.network!r}")
+    for key in (key for run in runs for key in run.changes):
+        if key in (variants.UVIT_KEYS if piece.network == "unet" else variants.UNET_KEYS):
+            raise StudyError(f"{where}.runs: {key} is not for network {piece.network}; drop it")
     _require_distinct(f"{where}.runs", [run.name for run in runs], "runs")
     return piece
 

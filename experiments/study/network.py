@@ -1,4 +1,4 @@
-"""What training and evaluation share: the settings of a run, its images, its network and the noise prediction.
+"""What training and evaluation share: the settings of a run, its images, its network and the prediction.
 
 Shapes: B batch, n images; images are uint8 (n, 3, 32, 32).
 """
@@ -17,11 +17,10 @@ import torch
 import variants
 from entries import Recipe
 from torch import Tensor, nn
+from weights import Weights
 
 import scalelong
-from scalelong.backbones import UViT, UViTConfig
-
-BETA_MIN, BETA_MAX = 0.1, 20.0
+from scalelong.backbones import UViT, UViTConfig, ddpm_cifar10
 
 
 @dataclass(frozen=True)
@@ -65,23 +64,28 @@ def read_images(spec: Spec) -> tuple[Tensor, Tensor]:
 def build_model(spec: Spec) -> nn.Module:
     """The scaled network; the weights outside the gates depend on the seed alone."""
     torch.manual_seed(spec.seed)
-    config = UViTConfig(image_size=32, patch_size=spec.patch, dim=spec.dim, depth=spec.depth, heads=spec.heads)
-    model = UViT(config)
-    scalelong.apply(model, spec.method, **spec.options)
+    if spec.network == "unet":
+        model = ddpm_cifar10(block_out_channels=(spec.dim, *[2 * spec.dim] * 3))
+    else:
+        sizes = {"patch_size": spec.patch, "dim": spec.dim, "depth": spec.depth, "heads": spec.heads}
+        model = UViT(UViTConfig(image_size=32, **sizes))
+    scalelong.apply(model, spec.method, placement=spec.changes.get("placement", "before"), **spec.options)
     variants.change(model, spec.changes)
     return model
 
 
-def marginal(t: Tensor) -> tuple[Tensor, Tensor]:
-    """(alpha, sigma) of the VP-SDE, (B, 1, 1, 1)."""
-    log_alpha = (-0.25 * (BETA_MAX - BETA_MIN) * t.square() - 0.5 * BETA_MIN * t)[:, None, None, None]
-    return log_alpha.exp(), (-torch.expm1(2 * log_alpha)).sqrt()
-
-
-def predict_noise(model: nn.Module, x_t: Tensor, t: Tensor, low_precision: bool = False) -> Tensor:
+def predict(model: nn.Module, x: Tensor, time: Tensor, low_precision: bool = False) -> Tensor:
     """The network's prediction in float32."""
-    with torch.autocast(x_t.device.type, torch.bfloat16, enabled=low_precision and x_t.is_cuda):
-        return model(x_t, 999.0 * t).float()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=low_precision and x.is_cuda):
+        return (model(x, time) if isinstance(model, UViT) else model(x, time, return_dict=False)[0]).float()
+
+
+def use_kernels(spec: Spec, model: nn.Module, weights: Weights) -> None:
+    """Use the Triton kernels in a U-ViT on a GPU."""
+    if spec.kernels and isinstance(model, UViT) and weights.master.is_cuda:
+        from fast_block import speed_up
+
+        speed_up(model, weights)
 
 
 def compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:

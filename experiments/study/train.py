@@ -1,8 +1,8 @@
-"""One run of the study: a small U-ViT on CIFAR-10 with scaled skips, the whole training step in one CUDA graph.
+"""One run of the study: a network on CIFAR-10 with scaled skips, the whole training step in one CUDA graph.
 
     python experiments/study/train.py SPEC.json
 
-The recipe is the paper's: VP-SDE, noise prediction, AdamW with warm-up, EMA. Images, flips, times and noises come from
+The recipe is the paper's: VP-SDE, noise prediction, AdamW with warm-up, EMA; a run may change it (variants.py). Images, flips, times and noises come from
 one generator that nothing else uses, so runs of one seed see the same batches whatever their method. The network computes
 with bfloat16 copies of float32 master weights, as autocast does, but the copies are made once per step.
 """
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 import variants
 from evaluator import Evaluator, bin_means, save_grid, save_samples
-from network import Spec, build_model, compiled, marginal, predict_noise, read_images, read_spec
+from network import Spec, build_model, compiled, predict, read_images, read_spec, use_kernels
 from torch import Tensor, nn
-from weights import Weights, adamw
+from weights import Muon, Weights, adamw
+
+from scalelong.data import Batch
+from scalelong.diffusion import VPSDE, Objective
 
 PROTOCOL = {
     "process": "VP-SDE, beta(t) = 0.1 + 19.9 t, noise prediction, mean squared error, t uniform, network time 999 t",
@@ -35,17 +38,46 @@ PROTOCOL = {
     "test_loss": "EMA weights, float32 (TF32 products), first test images, t = (i + 0.5) / n, one fixed noise per image",
     "sampler": "DPM-Solver++(2M), 50 steps even in log-SNR from t = 1 to 0.001, x0 clamped to [-1, 1], EMA weights, float32 "
     "(TF32 products)",
+    "changes": "what a run has beside its method (queue.yaml, variants.py) takes precedence over the above",
     "fid": "10,000 samples from the same starting noises against {} train ({:,}), Inception 2015-12-05, float32",
 }
 
 
-def training_loss(model: nn.Module, images: Tensor, index: Tensor, uniforms: Tensor, noise: Tensor) -> Tensor:
-    """Mean squared error on images[index]; uniforms (2, B) are the times and the flips."""
-    t, flip = uniforms[0], uniforms[1] < 0.5
+def training_images(images: Tensor, index: Tensor, uniforms: Tensor) -> Tensor:
+    """images[index] in [-1, 1], flipped where uniforms[1] is below a half."""
     x = images[index].float() / 127.5 - 1
-    x = torch.where(flip[:, None, None, None], x.flip(-1), x)
-    alpha, sigma = marginal(t)
-    return (predict_noise(model, alpha * x + sigma * noise, t, low_precision=True) - noise).square().mean()
+    return torch.where((uniforms[1] < 0.5)[:, None, None, None], x.flip(-1), x)
+
+
+def training_loss(
+    model: nn.Module, images: Tensor, index: Tensor, uniforms: Tensor, noise: Tensor,
+    objective: Objective = Objective(VPSDE()),
+) -> Tensor:  # fmt: skip
+    """The mean loss on images[index]; uniforms (2, B) are the times and the flips."""
+    x, t = training_images(images, index, uniforms), objective.process.time_from_uniform(uniforms[0])
+    return objective.loss(lambda x_t, time: predict(model, x_t, time, low_precision=True), x, noise, t).mean()
+
+
+class Teacher:
+    """The library's extra loss of contrastive self-distillation; the averaged weights teach."""
+
+    def __init__(self, spec: Spec, model: nn.Module, dtype: torch.dtype, on_gpu: bool, device: torch.device) -> None:
+        from scalelong.training.distillation import Distillation
+
+        self.model = build_model(spec).to(device).requires_grad_(False)
+        self.weights = Weights(self.model, dtype)
+        use_kernels(spec, self.model, self.weights)
+        settings, process = variants.distillation(spec.changes), variants.objective(spec.changes).process
+        self.loss = Distillation(settings, model, self.model, process, spec.seed)
+        self.loss.network = compiled(self.model, on_gpu)
+        self.samples = torch.arange(spec.batch, device=device)
+
+    def __call__(self, ema: Tensor, images: Tensor, step: Tensor) -> Tensor:
+        """The extra loss of a batch whose student has just been run."""
+        self.weights.load(ema)
+        number = step.long() * len(images) + self.samples
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+            return self.loss(Batch(images, None, number, number, number), {})
 
 
 class Trainer:
@@ -63,16 +95,20 @@ class Trainer:
         if "rate" in spec.changes or "mup" in spec.changes:
             sizes = variants.step_sizes(self.model, self.weights.parameters, spec.changes)
             self.sizes = self.weights.flatten(sizes)  # of parameters: before the kernels join them to leaves
-        if self.on_gpu and spec.kernels:
-            from fast_block import speed_up
-
-            speed_up(self.model, self.weights)
+        self.muon = Muon(self.model, self.weights) if spec.changes.get("muon") else None
+        if self.muon:
+            self.sizes = (self.muon.sizes, 1.0)
+        use_kernels(spec, self.model, self.weights)
+        self.teacher = None
+        if "distill" in spec.changes:
+            self.teacher = Teacher(spec, self.model, self.weights.low.dtype, self.on_gpu, device)
         self.step, self.loss_sum = torch.zeros((), device=device), torch.zeros((), device=device)
         self.generator = torch.Generator(device)
         self.index = torch.zeros(spec.batch, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(2, spec.batch, device=device)
         self.noise = torch.zeros(spec.batch, *images.shape[1:], device=device)
-        self._loss = compiled(training_loss, self.on_gpu)
+        objective = variants.objective(spec.changes)
+        self._loss = compiled(lambda *given: training_loss(*given, objective), self.on_gpu)
         self._adamw = compiled(adamw, self.on_gpu)
         self.advance = self._capture() if self.on_gpu else self._steps
         self.reset()
@@ -83,16 +119,23 @@ class Trainer:
         self.noise.normal_(generator=self.generator)
         variants.set_progress(self.model, self.spec.changes, self.step)
         loss = self._loss(self.model, self.images, self.index, self.uniforms, self.noise)
-        gradients = torch.autograd.grad(loss, self.weights.leaves, materialize_grads=True)
+        total = loss
+        if self.teacher:
+            total = loss + self.teacher(self.ema, training_images(self.images, self.index, self.uniforms), self.step)
+        gradients = torch.autograd.grad(total, self.weights.leaves, materialize_grads=True)
         with torch.no_grad():
             self.step += 1
             self.loss_sum += loss.detach()
             w, split = self.weights, len(self.weights.low)
-            for part, low, gradient, sizes in zip(
-                (slice(split), slice(split, None)), (w.low, w.low[:0]), w.flatten(gradients), self.sizes, strict=True
+            flat = w.flatten(gradients)
+            if self.muon:
+                self.muon.step(flat[0])
+            updates = (self.muon.update if self.muon else 0.0, 0.0)
+            for part, low, gradient, sizes, update in zip(
+                (slice(split), slice(split, None)), (w.low, w.low[:0]), flat, self.sizes, updates, strict=True
             ):
                 state = (w.master[part], low, gradient, self.m[part], self.v[part], self.ema[part], self.short[part])
-                self._adamw(*state, self.step, self.lr, self.spec.warmup, sizes)
+                self._adamw(*state, self.step, self.lr, self.spec.warmup, sizes, update)
 
     def _steps(self) -> None:
         for _ in range(self.spec.steps_per_graph):
@@ -120,6 +163,8 @@ class Trainer:
         self.short.copy_(self.start)
         for state in (self.m, self.v, self.step, self.loss_sum):
             state.zero_()
+        if self.muon:
+            self.muon.reset()
         self.generator.manual_seed(self.spec.seed)
 
     def batch_hash(self) -> str:
@@ -195,7 +240,8 @@ def train(spec: Spec, device: torch.device) -> str:
                 batch=trainer.batch_hash(),
             )
             if end != "diverged" and spec.num_samples and (step in spec.fid_at or end):
-                for name, weights in ((f"{spec.name}~short", trainer.short), (spec.name, trainer.ema)):
+                short = [(f"{spec.name}~short", trainer.short)] if spec.short_fid else []
+                for name, weights in (*short, (spec.name, trainer.ema)):
                     evaluator.weights.load(weights)
                     pixels = evaluator.samples()
                     save_samples(folder / "samples" / f"{name}@{step}.npy", pixels)

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import math
 import subprocess
 import sys
@@ -28,10 +29,12 @@ import fast_uvit
 import tilings
 import torch
 import triton
-from network import Spec, build_model, marginal, predict_noise
+from network import Spec, build_model, predict
 from tilings import TILINGS, Tiling
 from train import Trainer
 from weights import Weights
+
+from scalelong.diffusion import VPSDE, Objective
 
 OPTIONS = {"cs": {"kappa": 0.7}, "universal": {"kappa": 0.5}}
 BATCH, WIDTH, HEADS = 128, 256, 4
@@ -48,7 +51,6 @@ def check(method: str) -> None:
     torch.manual_seed(1)
     x, t, noise = torch.randn(BATCH, 3, 32, 32), torch.rand(BATCH), torch.randn(BATCH, 3, 32, 32)
     x, t, noise = (each.to(DEVICE) for each in (x, t, noise))
-    alpha, sigma = marginal(t)
     found = []
     for dtype, fast in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         model = build_model(spec_of(method)).to(DEVICE)
@@ -59,7 +61,7 @@ def check(method: str) -> None:
         if fast:
             fast_block.speed_up(model, weights)
         low = dtype == torch.bfloat16
-        loss = (predict_noise(model, alpha * x + sigma * noise, t, low) - noise).square().mean()
+        loss = Objective(VPSDE()).loss(functools.partial(predict, model, low_precision=low), x, noise, t).mean()
         gradients = torch.autograd.grad(loss, weights.leaves)
         low_part, rest = weights.flatten(gradients)
         found.append((loss.detach(), low_part.float(), rest.float(), weights))

@@ -1,4 +1,4 @@
-"""Changes other than a scaling method: start and learning rate of the joins, conditioning, muP. Keys of a run in the queue:
+"""Changes other than a scaling method: of joins, objective, optimizer, extra losses. Keys of a run in the queue:
 
     ramp: N              the constant coefficients go from 1 to kappa_i, linearly over N steps
     same_function: true  W_s is divided by kappa_i at the start: the network then computes what the unscaled one does
@@ -6,7 +6,12 @@
     rate: x              Adam's step of W_s of skip i is multiplied by x ** (i - 1), its weight decay is not
     joins: xavier        Xavier initialisation of the layers that join skips
     features: true       later blocks are conditioned on the features of the middle one
+    distill: w           contrastive self-distillation with this weight, an extra loss
     mup: WIDTH           muP relative to this width, with heads of the same size
+    min_snr: gamma       min-SNR weighting of the training loss; the test loss is not weighted
+    flow: true           flow matching; train and test loss are then those of the velocity
+    muon: true           Muon for the weights of linear layers, as in the library's trainer
+    placement: after_norm  constant coefficients act behind the GroupNorm that would cancel them (unet)
     again: true          nothing: a second run of the same seed, to see how far two such runs differ
 
 W_s is the part of such a layer that acts on the skip. Under Adam, CS is `size` and `rate` together, and CS with
@@ -23,30 +28,49 @@ import torch
 from torch import Tensor, nn
 
 from scalelong import condition_on_features, mup
+from scalelong.diffusion import VPSDE, Flow, Objective
+from scalelong.runs.settings import DistillationSettings
 from scalelong.scaling.constant import ConstantScaling, constant_coefficients
 from scalelong.scaling.registry import METHODS
 from scalelong.skips.hooks import replace_scaling, scaling_of
 
-KEYS = ("ramp", "same_function", "size", "rate", "joins", "features", "mup", "again")
+UVIT_KEYS = ("same_function", "size", "rate", "joins", "distill", "mup")  # those that only a U-ViT has
+UNET_KEYS = ("placement",)
+KEYS = (*UVIT_KEYS, *UNET_KEYS, "ramp", "features", "min_snr", "flow", "muon", "again")
 
 
 def check(method: str, changes: Mapping[str, Any]) -> None:
     """Raise ValueError for values that cannot be used."""
-    for key in ("ramp", "same_function"):
+    for key in ("ramp", "same_function", "placement"):
         if changes.get(key) and not METHODS[method].constant:
             raise ValueError(f"{key}: needs constant coefficients, got method {method!r}; use cs or universal")
     ramp = changes.get("ramp", 1)
     if type(ramp) is not int or ramp < 1:
         raise ValueError(f"ramp: must be a number of steps of at least 1, got {ramp!r}")
-    for key in ("size", "rate"):
+    for key in ("size", "rate", "min_snr", "distill"):
         if not changes.get(key, 1.0) > 0:
             raise ValueError(f"{key}: must be positive, got {changes[key]!r}")
     if changes.get("joins", "xavier") != "xavier":
         raise ValueError(
             f"joins: must be xavier, got {changes['joins']!r}; omit it for the network's own initialisation"
         )
-    if "mup" in changes and (type(changes["mup"]) is not int or changes["mup"] < 1 or changes.get("features")):
-        raise ValueError(f"mup: must be a base width, without features, got {changes['mup']!r}")
+    if changes.get("placement", "after_norm") != "after_norm":
+        raise ValueError(f"placement: must be after_norm, got {changes['placement']!r}; omit it to scale the skip itself")
+    if "mup" in changes and (type(changes["mup"]) is not int or changes["mup"] < 1):
+        raise ValueError(f"mup: must be a base width, got {changes['mup']!r}")
+    if changes.get("muon") and not changes.keys().isdisjoint(("rate", "mup")):
+        raise ValueError("muon: has no rates of its own for single weights; drop rate and mup")
+    if changes.get("flow") and "min_snr" in changes:
+        raise ValueError(f"min_snr: {changes['min_snr']} weights the loss of the noise; drop it or flow")
+
+
+def objective(changes: Mapping[str, Any]) -> Objective:
+    """Process, prediction and weights of the loss."""
+    return Objective(Flow() if changes.get("flow") else VPSDE(), min_snr_gamma=changes.get("min_snr", 0.0))
+
+
+def distillation(changes: Mapping[str, Any]) -> DistillationSettings:
+    return DistillationSettings(weight=changes.get("distill", 0.0))
 
 
 class Ramp(ConstantScaling):
@@ -69,12 +93,12 @@ class Ramp(ConstantScaling):
 def change(model: nn.Module, changes: Mapping[str, Any]) -> None:
     """Apply all changes but the rates, which are the optimizer's."""
     scaling = scaling_of(model)
-    if changes.get("features"):
-        condition_on_features(model)
+    attach(model, changes)
     if "mup" in changes:
         with torch.device("meta"):
             config, base = model.config, changes["mup"]
             narrow = type(model)(replace(config, dim=base, heads=config.heads * base // config.dim))
+            attach(narrow, changes)
         mup.parametrize(model, narrow, same_width=True)
     if changes.get("joins"):
         for block in model.out_blocks:
@@ -87,6 +111,16 @@ def change(model: nn.Module, changes: Mapping[str, Any]) -> None:
         ramp = Ramp(scaling.values)
         ramp.config = scaling.config
         replace_scaling(model, ramp)
+
+
+def attach(model: nn.Module, changes: Mapping[str, Any]) -> None:
+    """Add the layers of conditioning and distillation."""
+    if changes.get("features"):
+        condition_on_features(model)
+    if "distill" in changes:
+        from scalelong.training.distillation import attach_head  # imports tyro, which other runs do without
+
+        attach_head(model, distillation(changes), model.config.dim)
 
 
 @torch.no_grad()
@@ -108,7 +142,8 @@ def step_sizes(model: nn.Module, parameters: Sequence[Tensor], changes: Mapping[
     sizes = {id(parameter): torch.ones_like(parameter, dtype=torch.float32) for parameter in parameters}
     for name, role in mup.roles(model).items():
         sizes[id(model.get_parameter(name))] *= role.lr
-    factors = constant_coefficients(len(model.out_blocks), changes.get("rate", 1.0))
-    for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
-        sizes[id(block.skip_linear.weight)][:, block.skip_linear.out_features :] *= factor
+    if "rate" in changes:
+        factors = constant_coefficients(len(model.out_blocks), changes["rate"])
+        for block, factor in zip(reversed(model.out_blocks), factors, strict=True):
+            sizes[id(block.skip_linear.weight)][:, block.skip_linear.out_features :] *= factor
     return [sizes[id(parameter)] for parameter in parameters]

@@ -22,7 +22,7 @@ from train import Trainer, train, training_loss
 from weights import BETAS, WEIGHT_DECAY, Weights, adamw
 
 import scalelong
-from scalelong.diffusion import VPSDE, Objective
+from scalelong.diffusion import VPSDE, Flow, Objective
 from scalelong.diffusion import sample as library_sample
 from scalelong.evaluation.frechet import frechet_distance
 from scalelong.runs.settings import SamplingSettings
@@ -52,18 +52,19 @@ def test_the_loss_is_the_library_s(tmp_path) -> None:
     index, uniforms, noise = torch.tensor([4, 1, 1]), torch.rand(2, 3), torch.randn(3, 3, 32, 32)
     x = images[index] / 127.5 - 1
     flipped = torch.stack([x[i].flip(-1) if uniforms[1, i] < 0.5 else x[i] for i in range(3)])
-    expected = Objective(VPSDE()).loss(model, flipped, noise, uniforms[0]).mean()
-    torch.testing.assert_close(training_loss(model, images, index, uniforms, noise), expected)
+    for objective in (Objective(VPSDE()), Objective(VPSDE(), min_snr_gamma=5.0), Objective(Flow())):
+        expected = objective.loss(model, flipped, noise, uniforms[0]).mean()
+        torch.testing.assert_close(training_loss(model, images, index, uniforms, noise, objective), expected)
 
 
-def test_the_sampler_is_the_library_s() -> None:
+@pytest.mark.parametrize("process", [VPSDE(), Flow()])
+def test_the_sampler_is_the_library_s(process) -> None:
     def network(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x) + 1e-3 * time.view(-1, 1, 1, 1)
 
-    start = torch.randn(4, 3, 8, 8)
-    ours = sample(lambda x, t: network(x, 999 * t), start, steps=20)
-    theirs = library_sample(Objective(VPSDE()), network, start, SamplingSettings("dpm++2m", steps=20, clip=True))
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    start, objective = torch.randn(4, 3, 8, 8), Objective(process)
+    theirs = library_sample(objective, network, start, SamplingSettings("dpm++2m", steps=20, clip=True))
+    torch.testing.assert_close(sample(objective, network, start, steps=20), theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_the_optimizer_is_torch_s_adamw_and_the_average_follows_it() -> None:
