@@ -1,12 +1,13 @@
 """Do weaker long skips and conditioning on features add up? {none, cs, ls} x {plain, conditioned}, over seeds: FID and the
 accuracy of linear probes, with heat maps of where in the network the classes can be read off.
 
-    python experiments/features.py --seeds 0 --data FOLDER --inception FILE       # the study's network, 50,000 steps
-    python experiments/features.py --seeds 0 --methods none cs ...                # a part of it; runs that are there stay
-    python experiments/features.py --tiny                                         # minutes on a CPU
+    python experiments/features.py h-features-seed0 --data FOLDER --inception FILE     # the study's network, 50,000 steps
+    python experiments/features.py h-features-seed0 h-features-seed1 ...               # and another seed; runs that are there stay
+    python experiments/features.py h-features-s2 --out FOLDER ...                      # U-ViT-S/2
+    python experiments/features.py h-features-seed0 --tiny                             # minutes on a CPU
 
-Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each is then probed. Results are written
-after every run. --dim 512 --heads 8 --patch 2 is U-ViT-S/2.
+The names are pieces of study/queue.yaml. Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each
+is then probed. Results are written after every run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -28,7 +29,7 @@ from output import print_table, save, write_csv, write_summary
 
 sys.path.insert(0, str(Path(__file__).with_name("study")))
 
-from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
+from entries import Piece, Recipe, Run, StudyError, check_startable, read_queue
 from network import build_model
 from piece import FINAL_SECONDS, run_piece, specs
 from results import collect, outcomes
@@ -38,9 +39,7 @@ from scalelong.evaluation import linear_probe
 from scalelong.evaluation.linear_probe import Labelled, LinearProbe
 from scalelong.files import write_text
 
-METHODS: dict[str, dict[str, Any]] = {"none": {}, "cs": {"kappa": 0.7}, "ls": {}}
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "conditioned": {"features": True}}
-PROBE_SECONDS = 45  # per run on a GPU: nine noise levels, thirteen blocks
+KINDS = {"features": "conditioned", "distill": "distilled"}
 PUBLISHED = {
     "DDPM, CIFAR-10, probe": "90.0%",
     "EDM, CIFAR-10, probe": "94.5%",
@@ -48,6 +47,7 @@ PUBLISHED = {
     "LightningDiT-B, ImageNet-256, probe without and with DDAE++": "64.9%, 66.6%",
 }
 TINY = {"dim": 32, "depth": 4, "heads": 2, "patch": 8, "batch": 16, "steps": 40, "warmup": 5, "loss_every": 20}
+TINY |= {"fid_at": ()}
 
 
 @dataclass(frozen=True)
@@ -72,41 +72,58 @@ class Data:
 
 
 def main() -> None:
-    options = arguments(sys.argv[1:])
+    try:
+        run(arguments(sys.argv[1:]))
+    except StudyError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train what is missing, then probe."""
     begun, work = time.time(), options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    everything = [
-        Run(method, seed, METHODS[method], changes=changes)
-        for seed in options.seeds
-        for method in options.methods
-        for changes in KINDS.values()
-    ]
-    settings = {entry.name: getattr(options, entry.name) for entry in fields(Piece) if hasattr(options, entry.name)}
-    whole = Piece("features", tuple(everything), **settings)
-    missing = tuple(run for run in everything if not (work / f"{run.name}.pt").is_file())
-    piece = Piece("features", missing, **settings)
-    speed = Speed(**{**vars(read_queue().speed), "limit_minutes": options.minutes})
-    seconds = (speed.seconds(piece) if missing else 0) + PROBE_SECONDS * len(everything)
+    whole, speed = joined(options.pieces), read_queue().speed
+    if options.tiny:
+        whole = replace(whole, **TINY)
+    there = {path.stem for path in work.glob("*.pt")} | read_probes(work).keys()
+    missing = tuple(run for run in whole.runs if run.name not in there)
+    piece = replace(whole, runs=missing)
+    seconds = speed.seconds(piece) if missing else 0.0
     print(f"{len(missing)} runs to train; expected on one H200, with probes: {seconds / 60:.0f} minutes", flush=True)
     if options.dry:
         return
+    if missing:
+        check_startable(piece, replace(speed, limit_minutes=options.minutes))
     data = Data.load(options.data, work, 500 if options.tiny else None)
     if missing:
-        try:
-            check_startable(piece, speed)
-        except StudyError as error:
-            sys.exit(f"error: {error}")
-        reserve = (FINAL_SECONDS + PROBE_SECONDS) * len(missing)
+        reserve = (FINAL_SECONDS + piece.probe_s) * len(missing)
         deadline = float("inf") if options.tiny else begun + 60 * options.minutes - reserve
         small = {"num_samples": 0, "test_images": 100, "eval_batch": 100} if options.tiny else {}
         run_piece(piece, work, data.file, options.inception, deadline, **small)
     measure(whole, work, data, options)
 
 
+def joined(names: Sequence[str]) -> Piece:
+    """Pieces of the queue as one; they must train the same network in the same way."""
+    pieces = [read_queue().find(name) for name in names]
+    for piece, field in ((piece, field.name) for piece in pieces for field in fields(Recipe)):
+        if getattr(piece, field) != getattr(pieces[0], field):
+            raise StudyError(f"queue.{piece.name}.{field}: is not that of {pieces[0].name}; run them one by one")
+    return replace(pieces[-1], runs=tuple(run for piece in pieces for run in piece.runs))
+
+
+def read_probes(work: Path) -> dict[str, dict[str, Any]]:
+    stored = work / "probes.json"
+    return json.loads(stored.read_text()) if stored.is_file() else {}
+
+
+def kind(run: Run) -> str:
+    return " and ".join(KINDS[key] for key in run.changes) or "plain"
+
+
 def measure(piece: Piece, work: Path, data: Data, options: argparse.Namespace) -> None:
     """Probe every run that has been trained, and write what is known after each."""
-    stored = work / "probes.json"
-    probes: dict[str, dict[str, Any]] = json.loads(stored.read_text()) if stored.is_file() else {}
+    stored, probes = work / "probes.json", read_probes(work)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for run, spec in zip(piece.runs, specs(piece, work, data.file, float("inf")), strict=True):
         weights = work / f"{run.name}.pt"
@@ -132,12 +149,11 @@ def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], o
     ends, rows = outcomes(piece, work), []
     for run in (run for run in piece.runs if run.name in probes):
         row, probe = last[run.label, run.seed], probes[run.name]
-        kind = "conditioned" if run.changes else "plain"
         quality = {"fid": row["fid"], "probe": probe["accuracy"], "test_loss": float(row["test_loss"])}
         where = {"block": probe["block"], "noise": probe["level"]}
         floors = {"untrained": probe["random_network"] or "", "pixels": probe["pixels"] or ""}
         speed = {"steps": row["step"], "ms_per_step": ends[run.name].get("ms_per_step", "")}
-        rows.append({"method": run.method, "kind": kind, "seed": run.seed, **quality, **where, **floors, **speed})
+        rows.append({"method": run.method, "kind": kind(run), "seed": run.seed, **quality, **where, **floors, **speed})
     if not rows:
         sys.exit(f"{work}: no run has ended; see its *.log")
     write_csv(rows, out / "runs.csv")
@@ -149,9 +165,8 @@ def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], o
     write_summary(out, [], setting, table=table, published=PUBLISHED)
     first = {}
     for run in (run for run in piece.runs if run.name in probes):
-        kind = "conditioned" if run.changes else "plain"
         kept = {entry.name: probes[run.name][entry.name] for entry in fields(LinearProbe)}
-        first.setdefault((run.method, kind), LinearProbe(**kept))
+        first.setdefault((run.method, kind(run)), LinearProbe(**kept))
     draw(first, setting, out / "heat_maps.png")
     return table
 
@@ -184,6 +199,7 @@ def draw(maps: dict[tuple[str, str], LinearProbe], title: str, path: Path) -> No
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("pieces", nargs="+", help="of study/queue.yaml, with probes")
     parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
     parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
     parser.add_argument("--work", type=Path, default=Path("runs/features"))
@@ -191,18 +207,11 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=28, help="for everything; training ends in time for the probes"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--images", type=int, default=10_000, help="for the choice of block and noise level")
-    for name, value in {"steps": 50_000, "batch": 128, "dim": 256, "depth": 12, "heads": 4, "patch": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dry", action="store_true", help="only print the expected time")
     parser.add_argument("--tiny", action="store_true", help="a small network, 40 steps, 500 images")
     options = parser.parse_args(given)
-    options.fid_at, options.images = (options.steps,), min(options.images, 500 if options.tiny else 50_000)
-    if options.tiny:
-        vars(options).update(TINY)
-        options.fid_at = ()
+    options.images = min(options.images, 500 if options.tiny else 50_000)
     return options
 
 

@@ -72,7 +72,7 @@ class Piece(Recipe):
     ms_per_step: float = 0.0  # per model and step where the arithmetic does not tell, test losses included
     fid_s: float = 0.0  # likewise
     status: str = "open"  # open, done, partial
-    needs: str = ""  # code that is not written yet
+    probe_s: float = 0.0  # per run, of linear probes: experiments/features.py runs this piece
 
     @property
     def cost(self) -> float:
@@ -98,7 +98,7 @@ class Speed:
         steps = [run.steps or piece.steps for run in piece.runs]
         fids = sum(at <= last for last in steps for at in piece.fid_at)
         fid_s = piece.fid_s or piece.cost * 128 / piece.batch * self.fid_s
-        return self.startup_s + sum(steps) * self.step_ms(piece) / 1000 + fids * fid_s
+        return self.startup_s + sum(steps) * self.step_ms(piece) / 1000 + fids * fid_s + len(steps) * piece.probe_s
 
     def step_ms(self, piece: Piece) -> float:
         """Milliseconds per model and step."""
@@ -132,8 +132,6 @@ def read_queue(path: Path = QUEUE) -> Queue:
 def check_startable(piece: Piece, speed: Speed) -> None:
     """Raise StudyError unless the piece can run now and end in time."""
     where = f"queue.{piece.name}"
-    if piece.needs:
-        raise StudyError(f"{where}.needs: {piece.needs!r} is not written yet; write it and drop the key")
     if piece.status == "done":
         raise StudyError(f"{where}.status: the piece is done; take the next one, or set it to open to repeat it")
     minutes = speed.seconds(piece) / 60
@@ -151,7 +149,7 @@ def _piece(entry: Mapping[str, Any]) -> Piece:
     seeds, methods = entry.pop("seeds", [0]), entry.pop("runs", [])
     runs = tuple(_run(method, seed, where) for method in methods for seed in method.get("seeds", seeds))
     piece: Piece = _from_keys(Piece, {**entry, "runs": runs, "fid_at": tuple(entry.get("fid_at", Piece.fid_at))}, where)
-    if not runs and not piece.needs:
+    if not runs:
         raise StudyError(f"{where}.runs: the piece has no runs; name at least one method and one seed")
     for key in ("steps", "batch", "loss_every"):
         if getattr(piece, key) < 1:
