@@ -2,7 +2,7 @@
 accuracy of linear probes, with heat maps of where in the network the classes can be read off.
 
     python experiments/features.py h-features-seed0 --data FOLDER --inception FILE     # the study's network, 50,000 steps
-    python experiments/features.py h-features-seed0 h-features-seed1 ...               # and another seed; runs that are there stay
+    python experiments/features.py h-features-seed0 h-features-seed1 ...               # and another; runs that are there stay
     python experiments/features.py h-features-s2 --out FOLDER ...                      # U-ViT-S/2
     python experiments/features.py h-features-seed0 --tiny                             # minutes on a CPU
 

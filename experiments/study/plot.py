@@ -21,7 +21,7 @@ from scalelong.report.colours import colour
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-BASELINE = "none"
+BASELINE, OWN_BASELINE = "none", ("min_snr", "flow", "muon")  # a run with one of these is compared with its own
 DASHES = ("--", "-", ":")  # by seed
 TRAINING = ("process", "optimizer", "ema", "data", "precision")  # what two protocols must share to be drawn together
 FIRST = 4000  # earlier steps are not drawn
@@ -36,6 +36,11 @@ def curves(rows: Sequence[Mapping[str, str]], column: str) -> dict[Key, Curve]:
         if row[column]:
             found[row["method"], int(row["seed"])][int(row["step"])] = float(row[column])
     return dict(found)
+
+
+def baseline_of(method: str) -> str:
+    """The unscaled run of the same objective and optimizer."""
+    return " ".join([BASELINE, *(word for word in method.split() if word.split("=")[0] in OWN_BASELINE)])
 
 
 def relative(curve: Curve, baseline: Curve) -> Curve:
@@ -87,8 +92,8 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         losses = curves(rows, column)
         axes.axhline(0, color=colour(BASELINE), linewidth=1.2, label=BASELINE)
         for (method, seed), curve in losses.items():
-            if method != BASELINE and (BASELINE, seed) in losses:
-                both = (smoothed(c, width) for c in (curve, losses[BASELINE, seed]))
+            if (unscaled := baseline_of(method)) != method and (unscaled, seed) in losses:
+                both = (smoothed(c, width) for c in (curve, losses[unscaled, seed]))
                 _draw_relative(axes, relative(*both), method, seed, mark=width > 1)
         axes.set_ylim(-0.8, 1.2)
         axes.set_title(f"{title}: % above none", fontsize=10, loc="left")
@@ -142,8 +147,8 @@ def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
         scores, last = fids.get((method, seed), {}), max(curve)
         cells = [_cell(curve, scores, step) for step in steps]
         cells.append(f"{_cell(curve, scores, last)} at {last}")
-        baseline, ahead, faster = losses.get((BASELINE, seed), {}), "", None
-        if method != BASELINE and baseline:
+        baseline, ahead, faster = losses.get((baseline_of(method), seed), {}), "", None
+        if method != baseline_of(method) and baseline:
             ranges = intervals_ahead(relative(curve, baseline))
             ahead = ", ".join(f"{first}-{end}" for first, end in ranges) or "never"
             faster = speed_up(curve, baseline)
@@ -161,8 +166,8 @@ def window_table(rows: Sequence[Mapping[str, str]], column: str, width: int = 5)
         "|---" * (len(ends) + 2) + "|",
     ]
     for (method, seed), curve in losses.items():
-        if method != BASELINE and (BASELINE, seed) in losses:
-            found = relative(curve, losses[BASELINE, seed])
+        if (unscaled := baseline_of(method)) != method and (unscaled, seed) in losses:
+            found = relative(curve, losses[unscaled, seed])
             cells = [f"{found[end]:+.2f}%" if end in found else "" for end in ends]
             lines.append(f"| {method} | {seed} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -183,7 +188,8 @@ def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
     def trained(name: str) -> list[object]:
         about = pieces[name]
         sizes = ("batch", "lr", "warmup", "dim", "depth", "heads", "patch")
-        return [about["protocol"][key] for key in TRAINING] + [about["settings"][key] for key in sizes]
+        network = about["settings"].get("network", "uvit")
+        return [network, *(about["protocol"][key] for key in TRAINING), *(about["settings"][key] for key in sizes)]
 
     wanted = trained(experiment or list(pieces)[-1])
     return [row for row in read_rows(results / "curves.csv") if trained(row["experiment"]) == wanted]

@@ -2,9 +2,10 @@
 
     python experiments/study/train.py SPEC.json
 
-The recipe is the paper's: VP-SDE, noise prediction, AdamW with warm-up, EMA; a run may change it (variants.py). Images, flips, times and noises come from
-one generator that nothing else uses, so runs of one seed see the same batches whatever their method. The network computes
-with bfloat16 copies of float32 master weights, as autocast does, but the copies are made once per step.
+The recipe is the paper's: VP-SDE, noise prediction, AdamW with warm-up, EMA; a run may change it (variants.py). Images,
+flips, times and noises come from one generator that nothing else uses, so runs of one seed see the same batches whatever
+their method. The network computes with bfloat16 copies of float32 master weights, as autocast does, but the copies are made
+once per step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ PROTOCOL = {
 }
 
 
+NOISE = Objective(VPSDE())
+
+
 def training_images(images: Tensor, index: Tensor, uniforms: Tensor) -> Tensor:
     """images[index] in [-1, 1], flipped where uniforms[1] is below a half."""
     x = images[index].float() / 127.5 - 1
@@ -51,7 +55,7 @@ def training_images(images: Tensor, index: Tensor, uniforms: Tensor) -> Tensor:
 
 def training_loss(
     model: nn.Module, images: Tensor, index: Tensor, uniforms: Tensor, noise: Tensor,
-    objective: Objective = Objective(VPSDE()),
+    objective: Objective = NOISE,
 ) -> Tensor:  # fmt: skip
     """The mean loss on images[index]; uniforms (2, B) are the times and the flips."""
     x, t = training_images(images, index, uniforms), objective.process.time_from_uniform(uniforms[0])

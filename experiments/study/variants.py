@@ -55,7 +55,9 @@ def check(method: str, changes: Mapping[str, Any]) -> None:
             f"joins: must be xavier, got {changes['joins']!r}; omit it for the network's own initialisation"
         )
     if changes.get("placement", "after_norm") != "after_norm":
-        raise ValueError(f"placement: must be after_norm, got {changes['placement']!r}; omit it to scale the skip itself")
+        raise ValueError(
+            f"placement: must be after_norm, got {changes['placement']!r}; omit it to scale the skip itself"
+        )
     if "mup" in changes and (type(changes["mup"]) is not int or changes["mup"] < 1):
         raise ValueError(f"mup: must be a base width, got {changes['mup']!r}")
     if changes.get("muon") and not changes.keys().isdisjoint(("rate", "mup")):

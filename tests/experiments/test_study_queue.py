@@ -32,8 +32,11 @@ STEPS = 3
 def tiny_runs(piece: Piece) -> dict[str, Spec]:
     """The first seed's runs, with fewer and narrower blocks, unless the piece removes more skips than are left."""
     deep = any("count" in run.options for run in piece.runs)
-    runs = [dataclasses.replace(run, steps=0) for run in piece.runs if run.seed == piece.runs[0].seed]
-    runs = [dataclasses.replace(run, changes={**run.changes, **({"ramp": 2} if "ramp" in run.changes else {})}) for run in runs]
+    runs = [
+        dataclasses.replace(run, steps=0, changes={**run.changes, **dict.fromkeys(run.changes.keys() & {"ramp"}, 2)})
+        for run in piece.runs
+        if run.seed == piece.runs[0].seed
+    ]
     sizes = {"dim": 32 if piece.network == "unet" else 16, "depth": 12 if deep else 4, "heads": 2, "patch": 8}
     small = dataclasses.replace(piece, runs=tuple(runs), **sizes, batch=8, lr=1e-2, warmup=1, steps=STEPS)
     found = specs(small, piece.name, "", math.inf, **SMALL)
@@ -59,7 +62,10 @@ def unscaled(network: str, dim: int, depth: int, seed: int) -> dict[str, torch.T
 
 @pytest.mark.parametrize(
     "piece",
-    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.network == "unet")) for each in read_queue().pieces],
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.network == "unet"))
+        for each in read_queue().pieces
+    ],
 )
 def test_every_piece_trains_and_what_it_changes_acts(piece: Piece) -> None:
     for label, spec in tiny_runs(piece).items():
@@ -83,7 +89,10 @@ def test_what_a_network_does_not_have_is_refused(tmp_path) -> None:
         ({"name": "p", "runs": [{"method": "cs", "placement": "after_norm"}]}, "placement is not for network uvit"),
         ({**unet, "runs": [{"method": "ls", "placement": "after_norm"}]}, "placement: needs constant coefficients"),
         ({"name": "p", "runs": [{"method": "none", "distill": 0}]}, "distill: must be positive, got 0"),
-        ({"name": "p", "runs": [{"method": "none", "flow": True, "min_snr": 5}]}, "min_snr: 5 weights the loss of the noise"),
+        (
+            {"name": "p", "runs": [{"method": "none", "flow": True, "min_snr": 5}]},
+            "min_snr: 5 weights the loss of the noise",
+        ),
         ({"name": "p", "runs": [{"method": "none", "muon": True, "mup": 64}]}, "muon: has no rates of its own"),
     ):
         with pytest.raises(StudyError, match=message):
