@@ -1,10 +1,10 @@
 """Do weaker long skips and conditioning on features add up? {none, cs, ls} x {plain, conditioned}, over seeds: FID and the
 accuracy of linear probes, with heat maps of where in the network the classes can be read off.
 
-    python experiments/features.py h-features-seed0 --data FOLDER --inception FILE     # the study's network, 50,000 steps
+    python experiments/features.py --data FOLDER --inception FILE                      # h-features-seed0: 50,000 steps
     python experiments/features.py h-features-seed0 h-features-seed1 ...               # and another; runs that are there stay
     python experiments/features.py h-features-s2 --out FOLDER ...                      # U-ViT-S/2
-    python experiments/features.py h-features-seed0 --tiny                             # minutes on a CPU
+    python experiments/features.py --tiny                                              # minutes on a CPU
 
 The names are pieces of study/queue.yaml. Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each
 is then probed. Results are written after every run.
@@ -199,7 +199,7 @@ def draw(maps: dict[tuple[str, str], LinearProbe], title: str, path: Path) -> No
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
-    parser.add_argument("pieces", nargs="+", help="of study/queue.yaml, with probes")
+    parser.add_argument("pieces", nargs="*", default=["h-features-seed0"], help="of study/queue.yaml, with probes")
     parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
     parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
     parser.add_argument("--work", type=Path, default=Path("runs/features"))

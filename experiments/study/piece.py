@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="cache folder of the data sets; default: the library's")
     parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
     parser.add_argument("--minutes", type=float, help="time for this piece, default: the queue's limit")
-    parser.add_argument("--ms-per-step", type=float, help="measured speed, default: the queue's")
+    parser.add_argument("--ms-per-step", type=float, help="of this piece, per model; default: the queue's")
     parser.add_argument("--speed-test", type=int, metavar="STEPS", help="train on random images and print ms per step")
     parser.add_argument("--plain", action="store_true", help="without the Triton kernels")
     parser.add_argument("--merge-only", action="store_true", help="merge a finished working folder into the results")
@@ -182,7 +182,7 @@ def _main(options: argparse.Namespace) -> None:
     if options.minutes:
         speed = dataclasses.replace(speed, limit_minutes=options.minutes)
     if options.ms_per_step:
-        speed = dataclasses.replace(speed, ms_per_step=options.ms_per_step)
+        piece = dataclasses.replace(piece, ms_per_step=options.ms_per_step)
     check_startable(piece, speed)
     commit, data = code_commit(), prepare_data(piece.data, options.data, work / "data.npz")
     check_joinable(options.results, piece.name, commit, data, piece.data, options.accept_commit)

@@ -111,8 +111,9 @@ class Muon:
     def step(self, gradient: Tensor) -> None:
         """Compute `update` from the gradient of `Weights.low`."""
         self.update.zero_()
+        gradient = gradient.float()
         for place, matrix in zip(self.places, self.optimizer.param_groups[0]["params"], strict=True):
-            matrix.grad = gradient[place].view(matrix.shape).float()
+            matrix.grad = gradient[place].view(matrix.shape)
         self.optimizer.step()
 
     def reset(self) -> None:

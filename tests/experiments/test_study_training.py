@@ -212,10 +212,10 @@ import fast_block, scalelong
 from scalelong.backbones import UViT, UViTConfig
 from weights import Weights
 
-def network(method):
+def network(method, **options):
     torch.manual_seed(0)
     model = UViT(UViTConfig(image_size=32, patch_size=4, dim=128, heads=2, depth=2))
-    scalelong.apply(model, method)
+    scalelong.apply(model, method, **options)
     for parameter in model.parameters():  # none of them zero or one
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -224,10 +224,10 @@ def close(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()), rtol=1e-4)
 
-for method in ("cs", "ls"):
+for method, options in (("cs", {}), ("ls", {}), ("ls", {"module": "time"})):
     x, time, found = torch.randn(2, 3, 32, 32), torch.rand(2), []
     for fast in (False, True):
-        model = network(method)
+        model = network(method, **options)
         weights = Weights(model, torch.float32)
         if fast:
             fast_block.speed_up(model, weights)
