@@ -127,6 +127,8 @@ class Trainer:
             self._bar = Progress(**bar, disable=not is_main)
             with self._bar, stop_signals(self._request_stop), self.ranks.explained():
                 self._train()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"step {self.step}: {error.filename} was removed while the run wrote to it") from error
         except OSError as error:  # metrics, samples
             if error.errno not in _DISK_ERRORS:
                 raise
