@@ -142,9 +142,9 @@ def test_a_manifest_finds_what_changed_is_missing_or_was_added(tmp_path: Path) -
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match=r"a\.bin: cannot be written \(No space left on device; .* MB are free"):
-        with atomic_write(tmp_path / "new" / "deep" / "a.bin"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    said = r"a\.bin: cannot be written \(No space left on device; .* MB are free"
+    with pytest.raises(WriteError, match=said), atomic_write(tmp_path / "new" / "deep" / "a.bin"):
+        raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(WriteError, match="folder: cannot be written"), atomic_folder(tmp_path / "new" / "folder"):
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "new" / "a.bin"):
