@@ -43,7 +43,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def tutorial() -> str:
-    """The notebook as Markdown: text as it is, code in fences."""
+    """The notebook as Markdown: text as it is, code in fences, with what it printed and drew."""
     parts = []
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         source = "".join(cell["source"]).strip()
@@ -53,6 +53,13 @@ def tutorial() -> str:
             parts.append("```bash\n" + re.sub(r"^!", "", source, flags=re.M) + "\n```")
         else:
             parts.append(f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if "text" in output:
+                lines = "".join(output["text"]).rstrip().splitlines()
+                lines = [line if "  " in line.strip() else textwrap.fill(line, 130) for line in lines]  # not tables
+                parts.append("``` {.text .output}\n" + "\n".join(lines) + "\n```")
+            else:
+                parts.append(f'<img alt="" src="data:image/png;base64,{output["data"]["image/png"]}">')
     return "\n\n".join(parts) + "\n"
 
 

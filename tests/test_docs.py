@@ -32,6 +32,8 @@ ELSEWHERE = ("extending.md",)  # applied to a copy of the sources by test_extend
 SLOW = ("export.md", "features.md", "migrate.md", "use.md")
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from docs_hook import tutorial  # noqa: E402
+
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.S | re.M)
@@ -230,7 +232,12 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "no scaling" in done.stdout and "nan" not in done.stdout
     assert (tmp_path / "runs" / "tutorial" / "report.html").is_file()
-    assert all(not cell.get("outputs") for cell in json.loads(NOTEBOOK.read_text())["cells"])
+
+
+def test_the_tutorial_shows_what_its_cells_print() -> None:
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells)
+    assert tutorial().count("<img") == 2
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError
+from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError, WriteError
 from scalelong.files import (
     atomic_folder,
     atomic_write,
@@ -15,6 +18,7 @@ from scalelong.files import (
     open_inside,
     read_json,
     write_manifest,
+    write_text,
 )
 
 
@@ -135,3 +139,21 @@ def test_a_manifest_finds_what_changed_is_missing_or_was_added(tmp_path: Path) -
     (tmp_path / "sub" / "a.txt").unlink()
     with pytest.raises(CheckpointError, match=r"a\.txt: is missing"):
         check_manifest(tmp_path)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    said = r"a\.bin: cannot be written \(No space left on device; .* MB are free"
+    with pytest.raises(WriteError, match=said), atomic_write(tmp_path / "new" / "deep" / "a.bin"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(WriteError, match="folder: cannot be written"), atomic_folder(tmp_path / "new" / "folder"):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "new" / "a.bin"):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "a")
+    with atomic_write(tmp_path / "a.safetensors") as file:
+        save_file({"a": torch.ones(2)}, file.name)
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "a.txt").stat().st_mode

@@ -78,3 +78,17 @@ def test_on_a_terminal_bars_and_messages_have_lines_of_their_own() -> None:
     assert any(piece.strip().startswith("outer: 100%") for piece in pieces)
     assert any("inner: " in piece for piece in pieces)
     assert not any("outer" in piece and "inner" in piece for piece in pieces), "bars share a line"
+
+
+@pytest.mark.parametrize("how", ["a pipe nobody reads", "closed"])
+def test_work_goes_on_where_nobody_reads_its_progress(how: str, tmp_path) -> None:
+    ended = tmp_path / "ended"
+    program = f"{PROGRAM}\nopen({str(ended)!r}, 'w')"
+    if how == "closed":
+        done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], check=False)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, "-c", program], stderr=writer, check=False)
+        os.close(writer)
+    assert done.returncode == 0 and ended.exists()

@@ -33,6 +33,10 @@ class CheckpointError(ScaleLongError, RuntimeError):
     """A checkpoint or export that cannot be used."""
 
 
+class WriteError(ScaleLongError, OSError):
+    """A file that could not be written because the disk is full or fails; nothing of it is left."""
+
+
 class NonFiniteError(ScaleLongError, RuntimeError):
     """A loss or gradient is not finite, or there were too many such steps; the weights are those before the update."""
 

@@ -5,10 +5,12 @@ A file or folder appears under its name complete, or not at all.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -20,7 +22,7 @@ from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
-from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError
+from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError, WriteError
 from scalelong.failpoints import failpoint, protected
 
 logger = logging.getLogger(__name__)
@@ -38,16 +40,41 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     >>> with atomic_write(Path("out.bin")) as file:
     ...     _ = file.write(b"data")
     """
+    with _writing(path):
+        stage = path.with_name(_staging_prefix(path) + secrets.token_hex(4))
+        try:
+            with stage.open("xb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                yield file
+            stage.chmod(stat.S_IMODE(mode))  # safetensors replaces the file by one that only its owner can read
+            fsync(stage)
+            stage.replace(path)
+        finally:
+            stage.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Make the parents of `path`; on an error they are removed again, and that of a full disk becomes a WriteError."""
+    missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    stage = path.with_name(_staging_prefix(path) + secrets.token_hex(4))
     try:
-        with stage.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        stage.replace(path)
-    finally:
-        stage.unlink(missing_ok=True)
+        yield
+    except BaseException as error:
+        free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, Exception) and (code := disk_error(error)):
+            raise WriteError(f"{path}: cannot be written ({os.strerror(code)}; {free})") from error
+        raise
+
+
+def disk_error(error: Exception) -> int:
+    """The number of an error of a full or failing disk, also as safetensors says it; 0 for other errors."""
+    said = re.search(r"os error (\d+)", str(error))
+    code = int(said[1]) if said else getattr(error, "errno", None)
+    return code if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) else 0
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,31 +86,31 @@ def write_text(path: Path, text: str) -> None:
 @contextmanager
 def atomic_folder(home: Path) -> Iterator[Path]:
     """Make a temporary folder that is synced and replaces `home` on success and is removed on failure."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    if not protected("files.staging"):
-        home.mkdir(exist_ok=True)
-        yield home
-        return
-    stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
-    try:
-        files = stage / "files"
-        files.mkdir()
-        yield files
-        for path in files.rglob("*"):
-            fsync(path)
-        failpoint("save.before_rename")
+    with _writing(home):
+        if not protected("files.staging"):
+            home.mkdir(exist_ok=True)
+            yield home
+            return
+        stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
         try:
-            files.replace(home)
-        except OSError:
-            if not home.exists():
-                raise
-            home.replace(stage / "old")  # a bad copy, or another process's; `remove_leftovers` puts it back
-            failpoint("save.between_renames")
-            files.replace(home)
-        failpoint("save.after_rename")
-        fsync(home.parent)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+            files = stage / "files"
+            files.mkdir()
+            yield files
+            for path in files.rglob("*"):
+                fsync(path)
+            failpoint("save.before_rename")
+            try:
+                files.replace(home)
+            except OSError:
+                if not home.exists():
+                    raise
+                home.replace(stage / "old")  # a bad copy, or another process's; `remove_leftovers` puts it back
+                failpoint("save.between_renames")
+                files.replace(home)
+            failpoint("save.after_rename")
+            fsync(home.parent)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------- inside a run's folder

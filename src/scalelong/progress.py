@@ -55,17 +55,28 @@ class Progress(Bar):
 
     def _print(self) -> None:
         self._last, self._printed = time.monotonic(), self.n
-        sys.stderr.write(f"{self}\n")
-        sys.stderr.flush()
+        _write(f"{self}\n")
 
 
 def _on_terminal() -> bool:
     """True if stderr is a terminal that is wide enough for a bar; those of some containers have no width."""
-    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 40
+    return sys.stderr is not None and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 40
 
 
 class LogHandler(logging.Handler):
     """Writes log messages to stderr above the bars, not through them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(f"{self.format(record)}\n", file=sys.stderr, end="")  # one write: lines of ranks stay apart
+        with tqdm.external_write_mode(file=sys.stderr):
+            _write(f"{self.format(record)}\n")  # one write: lines of ranks stay apart
+
+
+def _write(text: str) -> None:
+    """Write to stderr. Where nobody reads it any longer, work goes on in silence."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

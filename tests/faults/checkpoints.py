@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from scalelong.cli.main import main
 from scalelong.files import remove_leftovers
 from scalelong.runs import CONFIG, METRICS
 from scalelong.runs.folder import read_config
@@ -162,8 +166,8 @@ def killed_while_saving(folder: Path, protect: bool) -> str:
 
 @case(
     7,
-    "disk full while saving (file system of 14 MB, RLIMIT_FSIZE)",
-    passes_when="the checkpoint before is intact, one clear line, leftovers removed",
+    "disk full while saving (file system of 14 MB, RLIMIT_FSIZE), and while a report, samples or an export are written",
+    passes_when="the checkpoint before is intact, one clear line that names the file, leftovers removed",
     protections=["files.staging"],
 )
 def disk_full(folder: Path, protect: bool) -> str:
@@ -196,7 +200,15 @@ def disk_full(folder: Path, protect: bool) -> str:
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.wait() == [1], run.log[-2000:]
     check(full, run.log.partition("resumed from")[2])
-    return "both: one line each, the checkpoint before is intact, nothing left behind"
+    for verb in ("report", "sample", "export"):
+        out, said = folder / "disk" / "new" / verb, io.StringIO()
+        with contextlib.redirect_stderr(said):
+            assert main([verb, str(full), "--out", str(out)]) == 1, said.getvalue()
+        assert re.fullmatch(rf"error: {out}\S*: cannot be written \(No space .* free\)\n", said.getvalue()), (
+            said.getvalue()
+        )
+        assert not out.parent.exists(), [*out.parent.rglob("*")]
+    return "both, and report, sample and export: one line each, the checkpoint before is intact, nothing left behind"
 
 
 def fill(file: Path) -> None:

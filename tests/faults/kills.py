@@ -144,12 +144,13 @@ def rank_killed(folder: Path, protect: bool) -> str:
     short = tiny(training_steps=120, training_checkpoint_every=10)
     launch(folder / "whole", short, ranks=2).finish()
     late = "ranks.main_joins=delay:3"  # rank 1 is there first, and must not take rank 0 for the one that died
-    again = torchrun(folder / "again", short, "--max-restarts", "1", points=late)
+    again = torchrun(folder / "again", short, late, restarts=1)
     again.wait_for_step(25)
     ranks_of(again)[1].kill()
     again.finish()
     assert "resumed from" in again.log
     assert_same_run(folder / "whole", folder / "again")
+    torchrun(folder / "waiting", ["tests.faults.restart", str(folder / "written")], restarts=1).finish()
     return f"rank 0 ended after {seconds:.0f} s and named rank 1; restarted, identical to the bit"
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -146,10 +146,11 @@ def launch(
     return Launched(folder, pids)
 
 
-def torchrun(folder: Path, config: RunConfig, *options: str, points: str = "") -> Launched:
-    """The same on two ranks by torchrun, as a user starts it."""
+def torchrun(folder: Path, command: RunConfig | Sequence[str], points: str = "", restarts: int = 0) -> Launched:
+    """Two ranks by torchrun, as a user starts it: of `scalelong train`, or of another module with its arguments."""
+    given = ["scalelong.cli.main", *arguments(folder, command)] if isinstance(command, RunConfig) else command
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [*options, "-m", "scalelong.cli.main", *arguments(folder, config)]
+    command += ["--max-restarts", str(restarts), "-m", *given]
     with folder.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(command, env=environment(points), stdout=log, stderr=log, process_group=0)
     return Launched(folder, [process.pid], process)

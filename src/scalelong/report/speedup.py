@@ -151,9 +151,8 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:
         spread = f" (seeds: {joined([count(step) if step < lead.last else 'at the end' for step in lead.per_seed])})"
-    gap = f"{percent(1 + lead.gap.mean, 1)} at {end}" + (
-        ", within the spread of the seeds" if lead.within_noise else ""
-    )
+    unclear = ", not clear of 0 by a paired t-test" if lead.within_noise else ""
+    gap = f"{percent(1 + lead.gap.mean, 1)} at {end}{unclear}"
     if lead.behind_until == 0:
         text = f"never behind {baseline} ({gap}){spread}"
     elif lead.ahead_at_end:

@@ -47,9 +47,12 @@ class Events:
         self._file.write(_line(step, kind, values))
         self._file.flush()
         numbers = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
-        if self._board is not None:
-            for key, value in numbers.items():
+        try:
+            for key, value in numbers.items() if self._board is not None else ():
                 self._board.add_scalar(key, value, step)
+        except OSError as error:  # metrics.jsonl has it all
+            logger.warning("no more records for TensorBoard: %s", error)
+            self._board = None
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
 
@@ -63,8 +66,8 @@ class Events:
         """Close all writers."""
         with contextlib.suppress(OSError):  # what could not be written has been reported
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+            if self._board is not None:
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError
 from scalelong.failpoints import protected
-from scalelong.files import atomic_write, file_digest, naming_damage, read_json, write_text
+from scalelong.files import atomic_write, file_digest, naming_damage, read_json
 from scalelong.skips.example import Snapshot, unchanged_on_error
 from scalelong.skips.feature_conditioning import FEATURES_NAME
 from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, STORED_KEYS, root_name, write_config
@@ -41,10 +41,10 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     'scaled'
     """
     folder, stored = Path(folder), stored_of(model)
-    with atomic_write(folder / WEIGHTS_NAME) as file:
-        save_model(model, file.name)
-    hashes = {WEIGHTS_NAME: file_digest(folder / WEIGHTS_NAME), SCALING_NAME: _digest(stored)}
-    write_text(folder / SCALING_NAME, json.dumps({**stored, HASHES: hashes}, indent=2) + "\n")
+    with atomic_write(folder / SCALING_NAME) as scaling, atomic_write(folder / WEIGHTS_NAME) as weights:
+        save_model(model, weights.name)
+        hashes = {WEIGHTS_NAME: file_digest(Path(weights.name)), SCALING_NAME: _digest(stored)}
+        scaling.write(json.dumps({**stored, HASHES: hashes}, indent=2).encode() + b"\n")
     return folder
 
 

@@ -40,15 +40,10 @@ def save_checkpoint(
     try:
         _write(folder / step_name(step), groups, state, config)
     except (OSError, SafetensorError) as error:
-        intact = (
-            f"{newest.name} is intact"
-            if (newest := next(reversed(steps_in(folder).values()), None))
-            else "there is none before"
-        )
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        free = f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free"
-        lost = f"step {step}: the checkpoint could not be written to {folder} ({reason}; {free})"
-        raise CheckpointError(f"{lost}; {intact}, run the same command again once there is space") from error
+        newest = next(reversed(steps_in(folder).values()), None)
+        intact = f"{newest.name} is intact" if newest else "there is none before"
+        again = f"{intact}, run the same command again once there is space"
+        raise CheckpointError(f"step {step}: the checkpoint could not be written ({error}); {again}") from error
     for old in list(steps_in(folder).values())[:-keep]:
         dropped = old.rename(old.with_name(f".{old.name}-staging-dropped"))
         failpoint("save.while_dropping")

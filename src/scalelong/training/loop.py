@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import os
 import time
@@ -20,8 +19,9 @@ from scalelong.data import Batch, make_loader
 from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
+from scalelong.errors import WriteError
 from scalelong.failpoints import failpoint, protected
-from scalelong.files import inside
+from scalelong.files import disk_error, inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
 from scalelong.runs.claim import check_folder, check_space, claim_folder
@@ -52,7 +52,6 @@ from scalelong.training.step import Pending, Stepper, Window, learning_rate, sam
 
 logger = logging.getLogger(__name__)
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _PATIENCE = 3.0  # seconds for a worker that hangs, once asked to stop
 
 # (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
@@ -127,10 +126,14 @@ class Trainer:
             self._bar = Progress(**bar, disable=not is_main)
             with self._bar, stop_signals(self._request_stop), self.ranks.explained():
                 self._train()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"step {self.step}: {error.filename} was removed while the run wrote to it"
+            ) from error
         except OSError as error:  # metrics, samples
-            if error.errno not in _DISK_ERRORS:
+            if not isinstance(error, WriteError) and not disk_error(error):
                 raise
-            what = f"step {self.step}: {self.folder} cannot be written to ({error.strerror})"
+            what = f"step {self.step}: {self.folder} cannot be written to ({error.strerror or error})"
             raise CheckpointError(f"{what}; the checkpoints are intact, free some space and run it again") from error
         finally:
             self._batches: Iterator[Batch] = iter(())  # ends the workers

@@ -163,7 +163,7 @@ class Ranks:
                 if self.is_main_process:
                     for rank in set(self._silent(self._timeout / 2)) - warned:
                         warned.add(rank)
-                        logger.warning("rank %d has not answered for %g s", rank, self._timeout / 2)
+                        logger.warning("rank %d does not answer", rank)
 
 
 def _machine() -> str:
