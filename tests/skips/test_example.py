@@ -51,6 +51,32 @@ class TestNothingIsChanged:
         assert random.getstate() == states[1]
         assert np.array_equal(np.random.get_state()[1], states[2])
 
+    @pytest.mark.parametrize("training", [True, False])
+    def test_a_model_whose_eval_merges_weights(self, training: bool) -> None:
+        class Merging(nn.Conv2d):
+            """As U-DiT's: eval() adds the second kernel onto the first, every time it is called."""
+
+            def __init__(self) -> None:
+                super().__init__(16, 16, 1)
+                self.second = nn.Parameter(torch.randn(16, 16, 1, 1) / 4)
+
+            def train(self, mode: bool = True) -> Merging:
+                if not mode:
+                    self.weight.data += self.second.data
+                self.training = mode
+                return self
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + (F.conv2d(x, self.second) if self.training else 0)
+
+        model = TutorialUNet()
+        model.attention = Merging()
+        model.train(training)
+        before = copy.deepcopy(model.state_dict())
+        scalelong.apply(model, "cs", kappa=0.7, example=image())
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        assert model.attention.training is training
+
     def test_attributes_assigned_by_a_forward_are_restored(self) -> None:
         class Caching(TutorialUNet):
             """A new tensor in place of a buffer, and a cache with the number that says how large it is."""

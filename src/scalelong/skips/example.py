@@ -121,7 +121,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     devices = _cuda_devices()
     try:
-        model.eval()
+        for module, _ in modes:
+            if type(module).train is nn.Module.train:  # another one may merge weights: such a module keeps its mode
+                module.training = False
         with torch.random.fork_rng(devices), torch.inference_mode(False):
             yield
     finally:

@@ -62,6 +62,19 @@ class Decoder(nn.Module):
         return self.out(x)
 
 
+class NoMiddle(Decoder):
+    """A U whose decoder begins with the output of its encoder, as MDTv2's: the innermost join has it twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for layer in self.down:
+            x = F.silu(layer(x))
+            kept.append(x)
+        for block in self.up:
+            x = block(x, kept.pop())
+        return self.out(x)
+
+
 class Level(nn.Module):
     """A UNet level with the next one inside it."""
 
@@ -104,6 +117,14 @@ class Levels(nn.Module):
 def test_a_decoder_that_joins_in_two_ways_is_refused(blocks: Sequence[type[nn.Module]], place: str) -> None:
     with pytest.raises(scalelong.skips.NoLongSkipsError, match=f"{place}.*not all skips would be scaled"):
         scalelong.find_skips(Decoder(blocks), example=image())
+
+
+def test_a_skip_around_nothing_is_refused_and_the_others_can_be_named() -> None:
+    model = NoMiddle((Cat, Cat, Cat))
+    with pytest.raises(scalelong.skips.NoLongSkipsError, match=r"up\.0 joins its input with itself.*skips=\.\.\.\)"):
+        scalelong.find_skips(model, example=image())
+    handle = scalelong.apply(model, "cs", kappa=0.7, example=image(), skips=[("down.0", "up.2"), ("down.1", "up.1")])
+    assert handle.coefficients() == [1, 0.7]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
     return shared[-1] if shared else -1, single
 
 
+_NAME_THEM = "name those to scale, apply(..., skips=...)"
 Nest = tuple[list[SkipPath], str | None]  # skips of one or several Us, outermost first; why they cannot be scaled
 Group = tuple[object, ...]  # how and where a path is joined
 
@@ -117,17 +118,22 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
         elif others and len(nest) == longest:
             where = " and ".join(sorted(trace.module_name(each[0].join) for each in clean))
             several = f"it has several nests of {longest} skips, joined in {where}"
-            raise refusal(trace, f"{several}; it is ambiguous which to scale: name them, apply(..., skips=...)")
+            raise refusal(trace, f"{several}; it is ambiguous which to scale: {_NAME_THEM}")
     chosen = _with_inputs(trace, chosen, every)
     missed = None
     if (join := _unexplained_join(trace, chosen)) is not None:
-        what = "something in the same way that does not come straight from the layers before it"
+        where, at = trace.module_name(join), trace.nodes[join].join
         twice = _joined_twice(trace, [found for found in crowded if found[0].join == join])
-        missed = twice or f"{trace.module_name(join)} joins {what}"
+        what = "something in the same way that does not come straight from the layers before it"
+        if at is not None and len(set(at.operands)) == 1:
+            what = "its input with itself, a skip around nothing"
+        missed = twice or f"{where} joins {what}"
     elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
         missed = f"{trace.module_name(other.join)} joins another (by {other.op.kind}) in another way or class of module"
     if missed:
-        raise refusal(trace, f"{len(chosen)} of its skips are clear, but {missed}; not all skips would be scaled")
+        raise refusal(
+            trace, f"{len(chosen)} of its skips are clear, but {missed}; not all skips would be scaled: {_NAME_THEM}"
+        )
     return chosen
 
 
