@@ -1,4 +1,4 @@
-"""What the experiments write: a CSV, a picture, and summary.json with the paper's claim beside what was measured."""
+"""What the experiments write: CSV files, a picture, and summary.json with the paper's claims beside what was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,8 @@ import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from scalelong.files import write_text
 
 VERDICTS = {True: "yes", False: "no", None: "not decided: one seed"}
 
@@ -33,13 +34,13 @@ class Claim:
     agrees: bool | None  # None: these runs cannot decide it
 
 
-def beats(values: Mapping[str, float], lower: bool) -> bool | None:
-    """Whether every scaled run is better than every unscaled one ("none, seed 0"); with one seed of them, nobody knows."""
-    unscaled = [value for name, value in values.items() if name.startswith("none")]
-    ours = [value for name, value in values.items() if not name.startswith("none")]
-    if len(unscaled) < 2 or not ours:
-        return None
-    return max(ours) < min(unscaled) if lower else min(ours) > max(unscaled)
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment found: its claims and tables, and what was trained, in words."""
+
+    claims: Sequence[Claim]
+    setting: str
+    tables: Mapping[str, Any]  # by the name that they have in summary.json
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -50,19 +51,20 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
 
 
-def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers: Any) -> None:
+def write_summary(folder: Path, outcome: Outcome, command: Sequence[str], seconds: float) -> None:
     """summary.json: where and how the numbers came about, and how they stand to the paper."""
     summary = {
-        "command": shlex.join(["python", *recorded_command(sys.argv)]),
+        "command": shlex.join(["python", "experiments/run.py", *command]),
         "commit": commit(),
         "device": device_name(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        "setting": setting,
-        "claims": [asdict(claim) for claim in claims],
-        **numbers,
+        "seconds": round(seconds, 1),
+        "setting": outcome.setting,
+        "claims": [asdict(claim) for claim in outcome.claims],
+        **outcome.tables,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def commit() -> str:
@@ -90,10 +92,14 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def print_claims(claims: Sequence[Claim]) -> None:
-    """Claim, measurement, verdict."""
-    for claim in claims:
+def print_outcome(outcome: Outcome) -> None:
+    """Claim, measurement and verdict, then the tables."""
+    for claim in outcome.claims:
         print(f"\npaper     {claim.paper}\nmeasured  {claim.measured}\nagrees    {VERDICTS[claim.agrees]}")
+    for table in outcome.tables.values():
+        if isinstance(table, list):
+            print()
+            print_table(table)
 
 
 def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:
@@ -114,15 +120,3 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 def _short(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def recorded_command(arguments: Sequence[str]) -> list[str]:
-    """The script as it is called from the repository's root, without where its files went."""
-    kept = [f"experiments/{Path(arguments[0]).name}"]
-    rest = iter(arguments[1:])
-    for argument in rest:
-        if argument in ("--out", "--runs"):
-            next(rest, None)
-        else:
-            kept.append(argument)
-    return kept

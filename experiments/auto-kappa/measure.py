@@ -1,7 +1,4 @@
-"""Can kappa be chosen without trying? Rules against the best of a grid, in settings of depth x data x batch.
-
-    python experiments/auto_kappa.py                    # ten minutes of one core
-    python experiments/auto_kappa.py --steps 2000       # longer
+"""Rules that choose kappa, against the best of a grid.
 
 The rules: the middle of the paper's interval (from the data alone), and 0.7 moved into it; at initialisation, the kappa
 whose output is nearest to the target in norm, and the one whose blocks have the most equal gradients; the kappa with the
@@ -12,104 +9,49 @@ kappa^(i-1) later.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
-import tyro
-from auto_rules import GRID, RULES, Chosen, choices
-from common import base_config
-from ensemble import Course, Member, train_together
-from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
+from output import Claim, Outcome, dress, save, write_csv
+from rules import GRID, RULES, Chosen, choices
+from settings import Experiment
+from stack import Course, Member, train_together
 
 from scalelong.data import load_source
 from scalelong.report.colours import colour
-from scalelong.training import RunConfig
 
-NAME = "auto-kappa"
 WARMED = (0.5, 0.7)  # tried with a schedule too
 WARM_SHARE = 0.4  # of the steps, from coefficients of 1 to those of CS
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Depth x data x batch."""
-
-    name: str
-    data: str
-    image_size: int | None
-    patch: int
-    depth: int
-    batch: int
-
-
-SETTINGS = (
-    Setting("digits, depth 12, batch 16", "digits", None, 4, 12, 16),
-    Setting("digits, depth 20, batch 8", "digits", None, 4, 20, 8),
-    Setting("emoji 16x16, depth 8, batch 16", "emoji32", 16, 4, 8, 16),
-)
-
-
-@dataclass(frozen=True)
-class AutoKappa:
-    """Command-line options."""
-
-    steps: int = 500
-    seeds: tuple[int, ...] = (0, 1, 2)
-    threads: int = 1
-    out: str = f"experiments/results/{NAME}-cpu"
-
-
-def main() -> None:
-    options = tyro.cli(AutoKappa, description=__doc__)
-    torch.set_num_threads(options.threads)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
     rows, chosen, table = [], [], []
-    for setting in SETTINGS:
-        config = setting_config(setting, options.steps)
-        source = load_source(setting.data, image_size=setting.image_size)
-        members = [Member(kappa, seed) for kappa in GRID for seed in options.seeds]
-        members += [Member(k, seed, int(WARM_SHARE * options.steps)) for k in WARMED for seed in options.seeds]
-        course = train_together(config, source, members, name=setting.name)
+    for setting, config in experiment.runs.items():
+        source, steps = load_source(config.data.name, image_size=config.data.image_size), config.training.steps
+        members = [Member(kappa, seed) for kappa in GRID for seed in experiment.seeds]
+        members += [Member(k, seed, int(WARM_SHARE * steps)) for k in WARMED for seed in experiment.seeds]
+        course = train_together(config, source, members, name=setting)
         found = measured(setting, members, course)
         picks = choices(config, source, members, course)
         rows += found
-        chosen += [{"setting": setting.name, **dataclasses.asdict(pick)} for pick in picks]
+        chosen += [{"setting": setting, **dataclasses.asdict(pick)} for pick in picks]
         table += regrets(setting, found, picks)
-        print_table([row for row in table if row["setting"] == setting.name])
-        print(flush=True)
     write_csv(rows, out / "runs.csv")
     write_csv(chosen, out / "choices.csv")
     write_csv(table, out / "table.csv")
     draw(rows, chosen, out / "auto_kappa.png")
-    claims = judged(table, rows, len(options.seeds))
-    setup = f"U-ViTs of width 32, {options.steps} steps; loss of the averaged weights on fixed images, times and noises"
-    write_summary(out, claims, setup, table=table)
-    print_claims(claims)
+    setting = f"U-ViTs of width 32, {steps} steps; loss of the averaged weights on fixed images, times and noises"
+    return Outcome(judged(table, rows, len(experiment.seeds)), setting, {"table": table})
 
 
-def setting_config(setting: Setting, steps: int) -> RunConfig:
-    """A small U-ViT that predicts the noise."""
-    base = base_config("cpu", steps)
-    return dataclasses.replace(
-        base,
-        data=dataclasses.replace(base.data, name=setting.data, image_size=setting.image_size),
-        model=dataclasses.replace(base.model, patch_size=setting.patch, depth=setting.depth, dim=32, heads=2),
-        optimizer=dataclasses.replace(base.optimizer, warmup_steps=50),
-        training=dataclasses.replace(base.training, batch_size=setting.batch),
-    )
-
-
-def measured(setting: Setting, members: list[Member], course: Course) -> list[dict[str, Any]]:
+def measured(setting: str, members: list[Member], course: Course) -> list[dict[str, Any]]:
     """A row for each member."""
     tail = course.losses[-len(course.losses) // 5 :].mean(0)
     return [
         {
-            "setting": setting.name,
+            "setting": setting,
             "coefficients": "warmed" if member.warm_steps else "constant",
             "kappa": member.kappa,
             "seed": member.seed,
@@ -126,16 +68,16 @@ def loss_of(rows: list[dict[str, Any]], setting: str, kappa: float, what: str = 
     return [row["loss"] for row in rows if (row["setting"], row["kappa"], row["coefficients"]) == keys]
 
 
-def regrets(setting: Setting, rows: list[dict[str, Any]], picks: list[Chosen]) -> list[dict[str, Any]]:
+def regrets(setting: str, rows: list[dict[str, Any]], picks: list[Chosen]) -> list[dict[str, Any]]:
     """Best of the grid, each rule's choice (its nearest kappa of the grid), 0.7, no scaling, and the schedules."""
-    losses = {kappa: loss_of(rows, setting.name, kappa) for kappa in GRID}
+    losses = {kappa: loss_of(rows, setting, kappa) for kappa in GRID}
     means = {kappa: mean(values) for kappa, values in losses.items()}
     best = min(means, key=lambda kappa: means[kappa])
     noise = paired_sd(list(losses.values()))
 
     def line(what: str, kappa: float, loss: float) -> dict[str, Any]:
         regret = loss - means[best]
-        return {"setting": setting.name, "choice": what, "kappa": kappa, "loss": loss, "regret": regret, "sd": noise}
+        return {"setting": setting, "choice": what, "kappa": kappa, "loss": loss, "regret": regret, "sd": noise}
 
     table = [line("best of the grid", best, means[best])]
     for rule in RULES:
@@ -143,7 +85,7 @@ def regrets(setting: Setting, rows: list[dict[str, Any]], picks: list[Chosen]) -
         loss = mean(losses[pick.nearest][position] for position, pick in enumerate(own))
         table.append(line(rule, mean(pick.kappa for pick in own), loss))
     table += [line("0.7", 0.7, means[0.7]), line("no scaling", 1.0, means[1.0])]
-    return table + [line("schedule 1 -> CS", k, mean(loss_of(rows, setting.name, k, "warmed"))) for k in WARMED]
+    return table + [line("schedule 1 -> CS", k, mean(loss_of(rows, setting, k, "warmed"))) for k in WARMED]
 
 
 def paired_sd(losses: list[list[float]]) -> float:
@@ -215,7 +157,3 @@ def _draw_losses(axes: Any, losses: list[list[float]], warmed: list[list[float]]
     )
     means = [mean(shown(values)) for values in warmed]
     axes.plot(WARMED, means, "*", color=colour("ls"), markersize=11, label="coefficients from 1 to CS")
-
-
-if __name__ == "__main__":
-    main()

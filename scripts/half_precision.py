@@ -1,6 +1,6 @@
 """The FID Inception in half the bytes (44 MB), for machines to which little can be carried; and its way back.
 
-    python experiments/half_precision.py inception-half.pt
+    python scripts/half_precision.py inception-half.pt
 
 The network's TorchScript file is a zip archive; its entries under data/ are float32 tensors in little-endian order. The
 copy is the same archive with those entries rounded to float16. Its bytes depend on the original alone. What `restore`
@@ -53,4 +53,4 @@ def convert(source: Path, target: Path, stored: str, wanted: str) -> None:
 
 
 if __name__ == "__main__":
-    print(half_precision_copy(Path(sys.argv[1])))
+    sys.stdout.write(f"{half_precision_copy(Path(sys.argv[1]))}\n")

@@ -1,8 +1,5 @@
 """Fig. 11: the norms ||b_i o a_i|| of the matrix UNet of Eq. 16 while it learns to denoise.
 
-    python experiments/fig11_block_norms.py                            # a minute on one core: digits, m = 64
-    python experiments/fig11_block_norms.py --scale gpu                # CIFAR-10, m = 3072
-
 The network has no time input: it predicts the noise from x_t alone. Blocks of one small matrix are measured exactly, by
 their singular values; others by power iteration on the Jacobian at fixed inputs, which comes from below. Eq. 17 starts
 from N(0, 2 / m), where the norms are large; torch's own, smaller start is measured too.
@@ -10,6 +7,7 @@ from N(0, 2 / m), where the norms are large; torch's own, smaller start is measu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +15,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-import tyro
-from common import Options
-from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
+from output import Claim, Outcome, dress, save, write_csv
+from settings import Experiment
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -28,7 +25,6 @@ from scalelong.diffusion import VPSDE, draw_time_and_noise
 from scalelong.lab.bounds import power_iteration
 from scalelong.lab.matrix_unet import MatrixUNet, matrices
 
-NAME = "fig11-block-norms"
 SKIPS, POINTS = 6, 10
 
 
@@ -47,50 +43,29 @@ class Variant:
 VARIANTS = (Variant(1, True), Variant(2, True), Variant(1, False))
 
 
-@dataclass(frozen=True)
-class Figure11(Options):
-    """All options."""
-
-    lr: float = 1e-3  # Adam's
-
-
-def main() -> None:
-    options = tyro.cli(Figure11, description=__doc__)
-    out = options.folder(NAME)
+def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
     torch.set_num_threads(1)
-    rows = [row for variant in VARIANTS for seed in options.seeds for row in train(options, variant, seed)]
+    options = experiment.options
+    rows = [row for variant in VARIANTS for seed in experiment.seeds for row in train(options, variant, seed)]
     write_csv(rows, out / "norms.csv")
     draw(rows, out / "fig11.png")
     claims = [claim for kind in map(str, VARIANTS) for claim in judged([r for r in rows if r["network"] == kind], kind)]
-    steps, name = steps_of(options), data_name(options)
-    setup = (
-        f"matrix UNet, N = {SKIPS}, m = {rows[0]['width']}, {name}, {steps} steps of Adam at {options.lr:g}, batch 64"
-    )
-    write_summary(out, claims, setup, table=averages(rows))
-    print_claims(claims)
-    print()
-    print_table(averages(rows))
+    network = f"matrix UNet, N = {SKIPS}, m = {rows[0]['width']}, {options['data']}"
+    setting = f"{network}, {options['steps']} steps of Adam at {options['lr']:g}, batch 64"
+    return Outcome(claims, setting, {"table": averages(rows)})
 
 
-def steps_of(options: Options) -> int:
-    return options.steps or (2000 if options.scale == "cpu" else 1500)
-
-
-def data_name(options: Options) -> str:
-    return "digits" if options.scale == "cpu" else "cifar10"
-
-
-def train(options: Figure11, variant: Variant, seed: int) -> list[dict[str, Any]]:
+def train(options: Mapping[str, Any], variant: Variant, seed: int) -> list[dict[str, Any]]:
     """Norms over the training of one network."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, process, steps = load_source(data_name(options)), VPSDE(), steps_of(options)
+    source, process, steps = load_source(options["data"]), VPSDE(), options["steps"]
     width = source.shape[0] * source.shape[1] * source.shape[2]
     torch.manual_seed(seed)
     model = MatrixUNet(width, variant.layers, SKIPS)
     for layer in [] if variant.kaiming else [m for m in model.modules() if isinstance(m, nn.Linear)]:
         layer.reset_parameters()
     model.to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options["lr"])
     loader, rows = make_loader(source, seed, device, flip=False), []
     fixed: Tensor | None = None  # the inputs at which norms are measured: the first batch
     batches = loader.batches(torch.arange(steps * 64).split(64))
@@ -184,7 +159,3 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8, ncols=2)
     save(figure, path)
-
-
-if __name__ == "__main__":
-    main()

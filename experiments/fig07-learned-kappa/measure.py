@@ -1,51 +1,48 @@
 """Fig. 7: the coefficients that LS learned, on 30 noise inputs, against the curve and the range of CS.
 
-python experiments/fig07_learned_kappa.py                          # minutes on one core
-python experiments/fig07_learned_kappa.py --scale gpu --jobs 3     # U-ViT-S/2 on CIFAR-10
+Shapes: n noises, N skips.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
-import tyro
-from common import Options, grid, setting, trained
-from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
-from torch import Tensor
-from trained_models import fit_cs, learned_coefficients
+from output import Claim, Outcome, dress, save, write_csv
+from settings import Experiment
+from torch import Tensor, nn
 
 from scalelong.backbones import as_network
 from scalelong.data import load_source
+from scalelong.random import normal
 from scalelong.report.colours import colour
 from scalelong.runs.reader import Run
 from scalelong.scaling.constant import constant_coefficients
+from scalelong.skips import coefficients
 from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.training import load_run
+from scalelong.training.run import evaluating
 
-NAME = "fig07-learned-kappa"
+NOISES = 30  # "we randomly sample 30 Gaussian noises"
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    out = options.folder(NAME)
-    runs = trained(grid(options, ["ls"]), options)
-    learned = {run.seed: coefficients_of(run) for run in runs}
-    found = interval(runs[0], next(iter(learned.values())).shape[1])
+def measure(experiment: Experiment, runs: Mapping[str, Sequence[Run]], out: Path) -> Outcome:
+    learned = {run.seed: coefficients_of(run) for run in runs["ls"]}
+    found = interval(runs["ls"][0], next(iter(learned.values())).shape[1])
     rows = [row(seed, values, found) for seed, values in learned.items()]
     write_csv(table(learned), out / "coefficients.csv")
     write_csv(rows, out / "fits.csv")
     draw(learned, found, out / "fig07.png")
-    claims = judged(learned, rows, found)
-    setup = f"LS on {setting(runs[0].config)}; averaged weights, 30 noises from N(0, I) at t = 1"
-    write_summary(out, claims, setup, fits=rows)
-    print_claims(claims)
-    print()
-    print_table(rows)
+    setting = f"LS on {experiment.setting}; averaged weights, {NOISES} noises from N(0, I) at t = 1"
+    return Outcome(judged(learned, rows, found), setting, {"fits": rows})
 
 
 def coefficients_of(run: Run) -> Tensor:
@@ -139,5 +136,62 @@ def draw(learned: dict[int, Tensor], found: Recommendation, path: Path) -> None:
     save(figure, path)
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True)
+class CSFit:
+    """kappa_i = scale * kappa^(i-1) fitted to coefficients; scale = 1 is CS (Eq. 8)."""
+
+    kappa: float
+    scale: float
+    r_squared: float  # share of the variance over i that the curve explains; below 0: worse than a constant
+
+    def curve(self, num_skips: int) -> list[float]:
+        """kappa_1 .. kappa_N of the fit."""
+        return [self.scale * k for k in constant_coefficients(num_skips, self.kappa)]
+
+
+@torch.no_grad()
+def learned_coefficients(
+    network: Callable[..., Tensor],  # as_network(model): (x, time) -> prediction
+    model: nn.Module,  # the scaled model inside it
+    shape: Sequence[int],  # of one image
+    time: float,  # the network's time input: 999 for pure noise of the VP-SDE
+    count: int = NOISES,
+    seed: int = 0,
+) -> Tensor:
+    """(n, N): the mean coefficient of each skip on each of `count` noises from N(0, I); a function of the seed."""
+    if count < 1:
+        raise ValueError(f"count: must be at least 1, got {count}; the paper uses {NOISES}")
+    device = next(model.parameters()).device
+    noises = normal(seed, "learned", torch.arange(count, device=device), shape)
+    rows = []
+    with evaluating(model):
+        for noise in noises:
+            network(noise[None], torch.full((1,), time, device=device))
+            rows.append(coefficients(model))
+    return torch.tensor(rows)
+
+
+def fit_cs(kappas: Sequence[float], free_scale: bool = False) -> CSFit:
+    """The least-squares fit with kappa in (0, 1.5]; `free_scale` lets kappa_1 differ from 1.
+
+    >>> round(fit_cs([1.0, 0.7, 0.49]).kappa, 6)
+    0.7
+    """
+    if len(kappas) < 2:
+        raise ValueError(f"kappas: a curve needs at least 2 skips, got {len(kappas)}")
+    values = np.array(kappas, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"kappas: must be finite, got {list(kappas)}; run the model once first")
+    low, high, points = 1e-6, 1.5, 200
+    while True:  # a grid, then a finer one around its best point
+        grid = np.linspace(low, high, points)
+        curves = grid[:, None] ** np.arange(len(kappas))  # (points, N)
+        scales = curves @ values / (curves**2).sum(1) if free_scale else np.ones(points)
+        errors = ((values - scales[:, None] * curves) ** 2).sum(1)
+        best = int(errors.argmin())
+        if high - low < 1e-10:
+            break
+        low, high = grid[max(0, best - 1)], grid[min(points - 1, best + 1)]
+    residual, total = float(errors[best]), float(((values - values.mean()) ** 2).sum())
+    r_squared = 1 - residual / total if total > 0 else (1.0 if residual < 1e-18 else -math.inf)
+    return CSFit(float(grid[best]), float(scales[best]), r_squared)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from ensemble import Course, Member
+from stack import Course, Member
 
 from scalelong.backbones import as_network
 from scalelong.data import Source, to_float

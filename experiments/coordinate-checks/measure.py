@@ -1,26 +1,20 @@
-"""Coordinate checks of every supported class: muP and the standard parametrization, at five widths.
-
-    python experiments/coordinate_checks.py --out docs/assets/coordinates
-    python experiments/coordinate_checks.py --scalings         # U-ViT with every skip scaling, without plots
-
-writes a plot per class and prints the steepest slope of each. On a CPU, under a minute per class.
-"""
+"""Coordinate checks of every supported class, and of U-ViT with every skip scaling, at five widths."""
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from output import Outcome, write_csv
+from settings import Experiment
 from torch import Tensor, nn
 
 import scalelong
 from scalelong import UViT, UViTConfig
-from scalelong.parametrization.coordinates import coordinate_check, plot
+from scalelong.parametrization.coordinates import CoordinateCheck, coordinate_check, plot
 from scalelong.scaling.registry import METHODS
 
 WIDTHS = (64, 128, 256, 384, 512)
@@ -99,31 +93,22 @@ SCALED_LR = 0.002  # deeper than the others: with 0.005 the corrections of the n
 SCALED = {"x": _randn(BATCH, 3, 8, 8), "time": TIME.float()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--out", default="docs/assets/coordinates")
-    parser.add_argument("--classes", nargs="*", default=list(CLASSES), choices=list(CLASSES))
-    parser.add_argument("--scalings", nargs="*", choices=SCALINGS, help="skip scalings of U-ViT instead; default: all")
-    parser.add_argument("--verbose", action="store_true", help="print every module")
-    arguments = parser.parse_args()
-    if arguments.scalings is not None:
-        for method in arguments.scalings or SCALINGS:
-            started = time.process_time()
-            check = coordinate_check(partial(scaled_uvit, method), WIDTHS, example=SCALED, lr=SCALED_LR)
-            seconds = f"{time.process_time() - started:.0f} s of processor time"
-            print(f"UViT {method:12} {str(check).splitlines()[-1]}, {seconds}", flush=True)
-        return
-    Path(arguments.out).mkdir(parents=True, exist_ok=True)
-    for name in arguments.classes:
+def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
+    options, rows = experiment.options, []
+    for name in options["classes"]:
         make_model, example = CLASSES[name]
-        started = time.process_time()
         checks = [coordinate_check(make_model, WIDTHS, parametrization=p, example=example) for p in ("mup", "standard")]
-        for check in checks:
-            lines = str(check).splitlines()
-            print("\n".join(lines) if arguments.verbose else f"{name:25} {check.name:9} {lines[-1]}")
-        picture = plot(checks, name, Path(arguments.out) / f"{name}.png")
-        print(f"{'':25} {picture}, {time.process_time() - started:.0f} s of processor time", flush=True)
+        rows += [line(name, check) for check in checks]
+        plot(checks, name, Path(options["pictures"]) / f"{name}.png")
+    for method in SCALINGS if options["scalings"] == "all" else options["scalings"]:
+        check = coordinate_check(partial(scaled_uvit, method), WIDTHS, example=SCALED, lr=SCALED_LR)
+        rows.append(line(f"UViT with {method}", check))
+    write_csv(rows, out / "slopes.csv")
+    return Outcome([], f"widths {', '.join(map(str, WIDTHS))}", {"table": rows})
 
 
-if __name__ == "__main__":
-    main()
+def line(network: str, check: CoordinateCheck) -> dict[str, Any]:
+    """The steepest slope of a network."""
+    module, step, slope = check.worst
+    where = {"module": module or "(model)", "after step": step}
+    return {"network": network, "parametrization": check.name, "flat": check.flat, "steepest": slope, **where}

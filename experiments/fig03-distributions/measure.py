@@ -1,14 +1,12 @@
-"""Fig. 3: the distributions of ||x_t||^2 and ||eps||^2 / ||x_t||^2, and what extra noise on the input does to each method.
+"""Fig. 3: distributions of the network's input and target, and robustness to extra input noise.
 
-    python experiments/fig03_distributions.py                          # minutes on one core
-    python experiments/fig03_distributions.py --scale gpu --jobs 3     # U-ViT-S/2 on CIFAR-10
-
-The trained networks are those of Fig. 1 and 12. The paper shows FID against extra noise; here it is the loss and the
-change of the output.
+Shapes: B images.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -17,49 +15,37 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-import tyro
-from common import Options, grid, setting, trained
-from output import Claim, dress, print_claims, print_table, save, write_csv, write_summary
-from trained_models import robustness_curve
+from output import Claim, Outcome, dress, save, write_csv
+from settings import Experiment
+from torch import Tensor
 
 from scalelong.backbones import as_network
 from scalelong.data import Source, load_source, to_float
-from scalelong.diffusion import VPSDE, draw_time_and_noise
+from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
+from scalelong.diffusion.objective import Network
+from scalelong.random import normal
 from scalelong.report.colours import PALETTE, colour
 from scalelong.runs.reader import Run
 from scalelong.stability import recommend_kappa
 from scalelong.training import load_run
 
-NAME = "fig03-distributions"
 SAMPLES = 4096
+SIGMAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 BARS = tuple(light for light, _ in PALETTE[1:4])
+Runs = Mapping[str, Sequence[Run]]  # by name, a run for each seed
 
 
-@dataclass(frozen=True)
-class Figure3(Options):
-    """All options."""
-
-    data: tuple[str, ...] = ()  # whose distributions; default: digits and emoji32 (cpu), cifar10 (gpu)
-
-
-def main() -> None:
-    options = tyro.cli(Figure3, description=__doc__)
-    out = options.folder(NAME)
-    names = options.data or (("cifar10",) if options.scale == "gpu" else ("digits", "emoji32"))
+def measure(experiment: Experiment, runs: Runs, out: Path) -> Outcome:
+    names = experiment.options["data"]
     sizes = {name: squared_norms(load_source(name)) for name in names}
     ratios = {name: np.array(recommend_kappa(load_source(name), VPSDE(), 6, samples=SAMPLES).ratios) for name in names}
-    runs = trained(grid(options), options)
-    points = [point for run in runs for point in robustness(run)]
+    points = [point for own in runs.values() for run in own for point in robustness(run)]
     distributions = [summary_row(name, sizes[name], ratios[name]) for name in names]
     write_csv(distributions, out / "distributions.csv")
     write_csv(points, out / "extra_noise.csv")
     draw(sizes, ratios, points, out / "fig03.png")
     claims = [*distribution_claims(distributions), noise_claim(points)]
-    write_summary(out, claims, setting(runs[0].config), distributions=distributions, extra_noise=averages(points))
-    print_claims(claims)
-    for table in (distributions, averages(points)):
-        print()
-        print_table(table)
+    return Outcome(claims, experiment.setting, {"distributions": distributions, "extra_noise": averages(points)})
 
 
 def squared_norms(source: Source) -> np.ndarray[Any, Any]:
@@ -178,5 +164,79 @@ def draw(sizes: dict[str, Any], ratios: dict[str, Any], points: list[dict[str, A
     save(figure, path)
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True)
+class RobustnessPoint:
+    """The effect of extra noise of one size, as means over the images."""
+
+    sigma: float
+    output_change: float  # ||f(x + sigma delta) - f(x)|| / ||f(x)||
+    gain: float  # ||f(x + sigma delta) - f(x)|| / ||sigma delta||; Theorem 3.4 bounds it; nan at sigma = 0
+    loss: float
+
+
+@torch.no_grad()
+def robustness_curve(
+    network: Network,  # (x, time) -> prediction, as from scalelong.backbones.as_network
+    objective: Objective,
+    images: Tensor,  # (B, C, H, W) in [-1, 1], on the network's device
+    sigmas: Sequence[float] = SIGMAS,
+    *,
+    seed: int = 0,
+    chunk: int = 256,
+) -> list[RobustnessPoint]:
+    """Output change and loss when the network sees x_t + sigma * delta, delta ~ N(0, I), instead of x_t.
+
+    Times, noises and extra noises are functions of the seed, so methods can be compared.
+
+    >>> from scalelong.diffusion import VPSDE
+    >>> points = robustness_curve(lambda x, time: 3 * x, Objective(VPSDE()), torch.zeros(8, 1, 4, 4), (0.1,))
+    >>> round(points[0].gain, 3)
+    3.0
+    """
+    _check(images, sigmas)
+    parts = [
+        _measure(network, objective, images[start : start + chunk], start, sigmas, seed)
+        for start in range(0, len(images), chunk)
+    ]
+    found = torch.cat(parts, dim=1).double().mean(1).tolist()  # (sigmas, B, 3) -> means
+    return [RobustnessPoint(float(sigma), *row) for sigma, row in zip(sigmas, found, strict=True)]
+
+
+def _measure(
+    network: Network, objective: Objective, images: Tensor, start: int, sigmas: Sequence[float], seed: int
+) -> Tensor:
+    """(sigmas, B, 3): relative change, gain and loss of each image."""
+    index = torch.arange(start, start + len(images), device=images.device)
+    process, shape = objective.process, images.shape[1:]
+    t, noise = draw_time_and_noise(process, seed, index, shape)
+    extra = normal(seed, "extra noise", index, shape)
+
+    def run(sigma: float) -> tuple[Tensor, Tensor]:
+        """Prediction and loss at x_t + sigma * extra."""
+        outputs: list[Tensor] = []
+
+        def perturbed(x: Tensor, time: Tensor) -> Tensor:
+            outputs.append(network(x + sigma * extra, time).float())
+            return outputs[-1]
+
+        loss = objective.loss(perturbed, images, noise, t)
+        return outputs[-1], loss
+
+    plain, rows = run(0.0)[0], []
+    for sigma in sigmas:
+        output, loss = run(sigma)
+        change = (output - plain).flatten(1).norm(dim=1)
+        relative = change / plain.flatten(1).norm(dim=1)
+        gain = change / (sigma * extra.flatten(1).norm(dim=1)) if sigma else torch.full_like(change, math.nan)
+        rows.append(torch.stack([relative, gain, loss], dim=1))
+    return torch.stack(rows)
+
+
+def _check(images: Tensor, sigmas: Sequence[float]) -> None:
+    if images.ndim < 2 or len(images) == 0:
+        raise ValueError(f"images: at least one is needed, (B, ...), got shape {tuple(images.shape)}")
+    if not images.is_floating_point():
+        raise TypeError(f"images: must be floats in [-1, 1], got {images.dtype}; convert with scalelong.data.to_float")
+    wrong = [sigma for sigma in sigmas if not (math.isfinite(sigma) and sigma >= 0)]
+    if wrong or not sigmas:
+        raise ValueError(f"sigmas: must be numbers of at least 0, got {wrong or 'none'}; for example {SIGMAS}")

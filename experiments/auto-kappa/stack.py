@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from probe_loss import SEED
+from settings import FIXED_SEED
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -198,7 +198,7 @@ def _probe_batch(ensemble: Ensemble, size: int = 16) -> tuple[Tensor, Tensor]:
     """A fixed batch of noisy images and their times."""
     index, process = torch.arange(size), ensemble.objective.process
     images = to_float(ensemble.source.read_many(range(size)))
-    t, noise = draw_time_and_noise(process, SEED, index, ensemble.source.shape)
+    t, noise = draw_time_and_noise(process, FIXED_SEED, index, ensemble.source.shape)
     x_t, _, _ = process.diffuse(images, noise, t)
     return process.network_input(x_t, t)
 
@@ -210,6 +210,6 @@ def _fixed_loss(ensemble: Ensemble, chunk: int = 64) -> Tensor:
     for start in range(0, FIXED_COUNT, chunk):
         index = torch.arange(start, start + chunk)
         images = to_float(ensemble.source.read_many((index % len(ensemble.source)).tolist()))
-        t, noise = draw_time_and_noise(ensemble.objective.process, SEED, index, ensemble.source.shape)
+        t, noise = draw_time_and_noise(ensemble.objective.process, FIXED_SEED, index, ensemble.source.shape)
         found.append(ensemble.losses(ensemble.average, images, noise, t, dim=None))
     return torch.cat(found, dim=1).mean(1)
