@@ -140,6 +140,8 @@ def plan(experiment: Experiment, folder: Path, jobs: int) -> str:
         lines.append(
             f"about {experiment.minutes:g} minutes on {'one H200' if experiment.scale == 'gpu' else 'one core'}"
         )
+    elif any(not Path(made).exists() for made in experiment.prepare):
+        lines.append(f"then {len(missing)} runs, whose time is known once the data are there")
     elif missing:
         one = {config.scaling: config for config in missing.values()}.values()
         seconds = fmean(estimated_seconds(config) for config in one) * len(missing) / min(jobs, len(missing))

@@ -24,7 +24,7 @@ from settings import EXPERIMENTS, Experiment
 
 sys.path.insert(0, str(EXPERIMENTS / "study"))
 
-from entries import Piece, Recipe, Run, Speed, StudyError, check_startable, read_queue
+from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from network import build_model
 from piece import FINAL_SECONDS, run_piece, specs
 from results import collect, outcomes

@@ -7,6 +7,8 @@ import json
 import typing
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,10 +90,11 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
         if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
             return None  # may have more digits than Python prints
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
-    try:
-        return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
-    except SystemExit:
-        return None
+    with redirect_stderr(StringIO()):  # console_outputs=False leaves tyro's box for a value of the wrong type
+        try:
+            return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
+        except SystemExit:
+            return None
 
 
 def _is_plain_number(value: Any) -> bool:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experiments.half_precision import convert, half_precision_copy, restore
+from scripts import half_precision
+from scripts.half_precision import convert, half_precision_copy, restore
 
-from experiments import half_precision
 from scalelong.evaluation import weights
 from scalelong.evaluation.weights import find_weights, load_network
 from scalelong.files import file_digest
