@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from scalelong.errors import SettingError, require, short, unknown_name
 from scalelong.runs.config import read_yaml, with_settings
 from scalelong.runs.presets import get_preset
-from scalelong.runs.settings import RunConfig, dotted
+from scalelong.runs.settings import RunConfig, ScalingSettings, dotted
 from scalelong.training.build import check_config
 
 EXPERIMENTS = Path(__file__).parent
@@ -53,13 +52,13 @@ class Experiment:
     page: str = ""  # of the docs, that discusses it
     command: str = ""  # starts it, if `run.py` does not
     seeds: tuple[int, ...] = (0, 1, 2)
-    runs: Mapping[str, RunConfig] = dataclasses.field(default_factory=dict)
+    runs: Mapping[str, RunConfig] = field(default_factory=dict)
     train: bool = True  # False: measure.py trains the runs
     measures: tuple[str, ...] = ()
     claims: tuple[Mapping[str, Any], ...] = ()
-    evaluate: Mapping[str, str] = dataclasses.field(default_factory=dict)  # column -> flags of `scalelong evaluate`
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of measure.py
-    prepare: Mapping[str, str] = dataclasses.field(default_factory=dict)  # folder -> command that makes it
+    evaluate: Mapping[str, str] = field(default_factory=dict)  # column -> flags of `scalelong evaluate`
+    options: Mapping[str, Any] = field(default_factory=dict)  # of measure.py
+    prepare: Mapping[str, str] = field(default_factory=dict)  # folder -> command that makes it
     minutes: float | None = None  # where they cannot be estimated from the runs
 
     @property
@@ -70,7 +69,7 @@ class Experiment:
     def configs(self) -> dict[tuple[str, int], RunConfig]:
         """Every run with every seed."""
         return {
-            (name, seed): dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
+            (name, seed): replace(config, training=replace(config.training, seed=seed))
             for name, config in self.runs.items()
             for seed in self.seeds
         }
@@ -167,7 +166,7 @@ def _base(content: dict[str, Any], at_scale: dict[str, Any], scale: str, where: 
         config = get_preset(first["preset"]) if "preset" in first else RunConfig()
     except SettingError as error:
         raise SettingError(f"{where}: {error}") from None
-    config = with_settings(config, {"scaling": {"method": "none"}}, where)
+    config = replace(config, scaling=ScalingSettings("none"))
     for layer in ({} if "preset" in own else defaults, content, at_scale):
         config = with_settings(config, {key: layer[key] for key in layer if key in SECTIONS}, where)
     return config
@@ -176,9 +175,9 @@ def _base(content: dict[str, Any], at_scale: dict[str, Any], scale: str, where: 
 def _recorded(config: RunConfig, with_samples: bool, where: str) -> RunConfig:
     """With what the measures need: a record every ten steps, one checkpoint, and samples at the end if any."""
     steps = config.training.steps
-    every = {"log_every": 10, "checkpoint_every": steps, "sample_every": steps if with_samples else 0}
+    training = replace(config.training, log_every=10, checkpoint_every=steps, sample_every=steps if with_samples else 0)
     try:
-        return check_config(with_settings(config, {"training": every}, where), on_gpu=True)
+        return check_config(replace(config, training=training), on_gpu=True)
     except ValueError as error:
         raise SettingError(f"{where}: {error}") from None
 

@@ -16,6 +16,7 @@ from scalelong.errors import SettingError
 from scalelong.training import read_events, train
 
 TINY = ("model.dim=16", "model.depth=4", "model.heads=2", "model.patch_size=4", "training.batch_size=4")
+RUNS = "runs: {a: {}}\nmeasures: [test_loss]\n"
 stack = load("auto-kappa").measure
 PAGE = (EXPERIMENTS.parent / "docs" / "experiments.md").read_text()
 
@@ -50,7 +51,8 @@ def test_every_experiment_has_valid_settings_results_and_a_place_on_the_page(nam
         ("seeds: [0, 0]", "seeds: must be one or more different numbers"),
         ("runs: [none]", "runs: must be a dict"),
         ("runs: {a: {}}\nmeasures: [fid]", "measures: unknown 'fid'"),
-        ("runs: {a: {}}\nmeasures: [test_loss]\nclaims: [{paper: p, lower: [a], than: [b], measures: [test_loss]}]", "unknown 'b'"),
+        (f"{RUNS}claims: [{{paper: p, lower: [a], than: [b], measures: [test_loss]}}]", "claims: unknown 'b'"),
+        (f"{RUNS}claims: [{{paper: p, lower: a, than: [a], measures: [test_loss]}}]", "claims: must be lists of lower"),
         ("runs: {a: {}}", "must be given runs and measures, a measure.py or a command"),
     ],
 )  # fmt: skip
@@ -166,11 +168,8 @@ def test_coefficients_are_warmed_up() -> None:
 
 
 def test_claims_are_judged_by_seed_or_on_average_and_one_seed_decides_nothing() -> None:
-    rows = [
-        {"run": run, "seed": seed, "x": x}
-        for run, values in (("none", (2.0, 1.0)), ("ls", (1.0, 1.5)))
-        for seed, x in enumerate(values)
-    ]
+    values = {"none": (2.0, 1.0), "ls": (1.0, 1.5)}
+    rows = [{"run": run, "seed": seed, "x": x} for run, own in values.items() for seed, x in enumerate(own)]
     claim = {"paper": "p", "lower": ["ls"], "than": ["none"], "measures": ["x"]}
     found = harness.judged(rows, claim, "x")
     assert (found.agrees, found.measured) == (False, "x: none 1.5, ls 1.25; ls below none in 1 of 2 seeds")

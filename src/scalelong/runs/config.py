@@ -56,6 +56,8 @@ def with_settings(base: RunConfig, content: Any, where: str) -> RunConfig:
             if (key := f"{part}.{name}") not in known:
                 raise SettingError(f"{where}: unknown key {short(key)}; {did_you_mean(key, known)}correct or remove it")
             values[key] = value
+    if not values:
+        return base
     if (config := _parsed(base, values)) is not None:
         try:
             return check_settings(config)
