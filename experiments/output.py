@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,18 +52,19 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
 
 
-def write_summary(folder: Path, outcome: Outcome, command: Sequence[str], seconds: float) -> None:
+def write_summary(
+    folder: Path, claims: Sequence[Claim], setting: str, arguments: Sequence[str] | None = None, **numbers: Any
+) -> None:
     """summary.json: where and how the numbers came about, and how they stand to the paper."""
     summary = {
-        "command": shlex.join(["python", "experiments/run.py", *command]),
+        "command": shlex.join(["python", *recorded_command(arguments or sys.argv)]),
         "commit": commit(),
         "device": device_name(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-        "seconds": round(seconds, 1),
-        "setting": outcome.setting,
-        "claims": [asdict(claim) for claim in outcome.claims],
-        **outcome.tables,
+        "setting": setting,
+        "claims": [asdict(claim) for claim in claims],
+        **numbers,
     }
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
 
@@ -120,3 +122,15 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 def _short(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def recorded_command(arguments: Sequence[str]) -> list[str]:
+    """The script as it is called from the repository's root, without where its files went."""
+    kept = [f"experiments/{Path(arguments[0]).name}"]
+    rest = iter(arguments[1:])
+    for argument in rest:
+        if argument in ("--out", "--runs"):
+            next(rest, None)
+        else:
+            kept.append(argument)
+    return kept

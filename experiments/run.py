@@ -68,7 +68,9 @@ def main(given: Sequence[str] | None = None) -> int:
     except (ValueError, subprocess.CalledProcessError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
-    write_summary(out, outcome, recorded(options), time.monotonic() - begun)
+    command = ["run.py", *(sys.argv[1:] if given is None else given)]
+    seconds = round(time.monotonic() - begun, 1)
+    write_summary(out, outcome.claims, outcome.setting, command, seconds=seconds, **outcome.tables)
     print_outcome(outcome)
     print(f"\n{out}")
     return 0
@@ -90,15 +92,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--dry-run", action="store_true", help="print the runs and the expected time, and train nothing"
     )
     return parser.parse_args(given)
-
-
-def recorded(options: argparse.Namespace) -> list[str]:
-    """The command without where its files went."""
-    found = [options.name, *(["--scale", options.scale] if options.scale else [])]
-    found += ["--steps", str(options.steps)] if options.steps else []
-    for flag, values in (("--seeds", options.seeds), ("--set", options.set)):
-        found += [flag, *map(str, values)] if values else []
-    return found
 
 
 def parsed_changes(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -134,9 +127,7 @@ def plan(experiment: Experiment, folder: Path, jobs: int) -> str:
         for run, seed in experiment.configs
     ]
     lines += [f"  before: {command} --out {made}" for made, command in experiment.prepare.items()]
-    if own := getattr(experiment.measure, "minutes", None):
-        lines.append(f"about {own(experiment):.0f} minutes on one H200")
-    elif experiment.minutes is not None:
+    if experiment.minutes is not None:
         lines.append(
             f"about {experiment.minutes:g} minutes on {'one H200' if experiment.scale == 'gpu' else 'one core'}"
         )

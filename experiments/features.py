@@ -1,17 +1,22 @@
-"""{none, cs, ls} x {plain, conditioned on features}, over seeds: FID and the accuracy of linear probes, with heat maps of
-where in the network the classes can be read off.
+"""Do weaker long skips and conditioning on features add up? {none, cs, ls} x {plain, conditioned}, over seeds: FID and the
+accuracy of linear probes, with heat maps of where in the network the classes can be read off.
+
+    python experiments/features.py --seeds 0 --data FOLDER --inception FILE       # the study's network, 50,000 steps
+    python experiments/features.py --seeds 0 --methods none cs ...                # a part of it; runs that are there stay
+    python experiments/features.py --tiny                                         # minutes on a CPU
 
 Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each is then probed. Results are written
-after every run, and runs that are there are not repeated.
+after every run. --dim 512 --heads 8 --patch 2 is U-ViT-S/2.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,10 +24,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from output import Outcome, save, write_csv
-from settings import EXPERIMENTS, Experiment
+from output import print_table, save, write_csv, write_summary
 
-sys.path.insert(0, str(EXPERIMENTS / "study"))
+sys.path.insert(0, str(Path(__file__).with_name("study")))
 
 from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from network import build_model
@@ -43,6 +47,7 @@ PUBLISHED = {
     "LightningDiT-B, ImageNet-256, FID-10k without and with DDAE++": "21.26, 20.85",
     "LightningDiT-B, ImageNet-256, probe without and with DDAE++": "64.9%, 66.6%",
 }
+TINY = {"dim": 32, "depth": 4, "heads": 2, "patch": 8, "batch": 16, "steps": 40, "warmup": 5, "loss_every": 20}
 
 
 @dataclass(frozen=True)
@@ -66,49 +71,40 @@ class Data:
         return cls(parts["train"], parts["test"], str(work / "data.npz"))
 
 
-def minutes(experiment: Experiment) -> float:
-    """Expected on one H200, with probes, if no run is there yet."""
-    piece = whole(experiment)
-    return (speed_of(experiment).seconds(piece) + PROBE_SECONDS * len(piece.runs)) / 60
-
-
-def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
-    """Train what is missing, probe every run that has been trained, and write what is known after each."""
-    options, begun, work = experiment.options, time.time(), Path(experiment.options["work"]).resolve()
+def main() -> None:
+    options = arguments(sys.argv[1:])
+    begun, work = time.time(), options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    piece, tiny = whole(experiment), experiment.scale == "tiny"
-    data = Data.load(options["data"], work, options["images"] if tiny else None)
-    if missing := tuple(run for run in piece.runs if not (work / f"{run.name}.pt").is_file()):
-        part = replace(piece, runs=missing)
-        check_startable(part, speed_of(experiment))
-        reserve = (FINAL_SECONDS + PROBE_SECONDS) * len(missing)
-        deadline = float("inf") if tiny else begun + 60 * options["minutes"] - reserve
-        small = {"num_samples": 0, "test_images": 100, "eval_batch": 100} if tiny else {}
-        run_piece(part, work, data.file, options["inception"], deadline, **small)
-    return probed(piece, work, data, options, out)
-
-
-def whole(experiment: Experiment) -> Piece:
-    """All runs of the experiment, as the study trains them."""
-    options = experiment.options
-    runs = [
+    everything = [
         Run(method, seed, METHODS[method], changes=changes)
-        for seed in experiment.seeds
-        for method in options["methods"]
+        for seed in options.seeds
+        for method in options.methods
         for changes in KINDS.values()
     ]
-    settings = {
-        entry.name: options[entry.name] for entry in fields(Piece) if entry.name in options.keys() - {"minutes", "data"}
-    }
-    return Piece("features", tuple(runs), **{**settings, "fid_at": tuple(options["fid_at"])})
+    settings = {entry.name: getattr(options, entry.name) for entry in fields(Piece) if hasattr(options, entry.name)}
+    whole = Piece("features", tuple(everything), **settings)
+    missing = tuple(run for run in everything if not (work / f"{run.name}.pt").is_file())
+    piece = Piece("features", missing, **settings)
+    speed = Speed(**{**vars(read_queue().speed), "limit_minutes": options.minutes})
+    seconds = (speed.seconds(piece) if missing else 0) + PROBE_SECONDS * len(everything)
+    print(f"{len(missing)} runs to train; expected on one H200, with probes: {seconds / 60:.0f} minutes", flush=True)
+    if options.dry:
+        return
+    data = Data.load(options.data, work, 500 if options.tiny else None)
+    if missing:
+        try:
+            check_startable(piece, speed)
+        except StudyError as error:
+            sys.exit(f"error: {error}")
+        reserve = (FINAL_SECONDS + PROBE_SECONDS) * len(missing)
+        deadline = float("inf") if options.tiny else begun + 60 * options.minutes - reserve
+        small = {"num_samples": 0, "test_images": 100, "eval_batch": 100} if options.tiny else {}
+        run_piece(piece, work, data.file, options.inception, deadline, **small)
+    measure(whole, work, data, options)
 
 
-def speed_of(experiment: Experiment) -> Speed:
-    return Speed(**{**vars(read_queue().speed), "limit_minutes": experiment.options["minutes"]})
-
-
-def probed(piece: Piece, work: Path, data: Data, options: Mapping[str, Any], out: Path) -> Outcome:
-    """Probe the runs that are there, and write what is known after each."""
+def measure(piece: Piece, work: Path, data: Data, options: argparse.Namespace) -> None:
+    """Probe every run that has been trained, and write what is known after each."""
     stored = work / "probes.json"
     probes: dict[str, dict[str, Any]] = json.loads(stored.read_text()) if stored.is_file() else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,16 +117,17 @@ def probed(piece: Piece, work: Path, data: Data, options: Mapping[str, Any], out
         floors: dict[str, Any] = {}
         if run.label == "none":  # the same for all runs of a seed
             floors = {"random_network": build_model(spec).to(device).eval(), "pixels": True}
-        images, levels = options["images"], options["levels"]
-        probe = linear_probe(model, data.train, data.test, process="vp", levels=levels, images=images, **floors)
+        levels = 2 if options.tiny else 9
+        probe = linear_probe(model, data.train, data.test, process="vp", levels=levels, images=options.images, **floors)
         probes[run.name] = probe.record()
         write_text(stored, json.dumps(probes, indent=1) + "\n")
-        write_results(piece, work, probes, out)
-    return write_results(piece, work, probes, out)
+        write_results(piece, work, probes, options.out)
+    print_table(write_results(piece, work, probes, options.out))
 
 
-def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], out: Path) -> Outcome:
-    """What is known of the runs that have been probed, after writing runs.csv and the heat maps."""
+def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], out: Path) -> list[dict[str, Any]]:
+    """The table, after writing runs.csv, summary.json and the heat maps of the runs that have been probed."""
+    out.mkdir(parents=True, exist_ok=True)
     last = {(row["method"], row["seed"]): row for row in collect(piece, work)}
     ends, rows = outcomes(piece, work), []
     for run in (run for run in piece.runs if run.name in probes):
@@ -142,20 +139,21 @@ def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], o
         speed = {"steps": row["step"], "ms_per_step": ends[run.name].get("ms_per_step", "")}
         rows.append({"method": run.method, "kind": kind, "seed": run.seed, **quality, **where, **floors, **speed})
     if not rows:
-        raise StudyError(f"{work}: no run has ended; see its *.log")
+        sys.exit(f"{work}: no run has ended; see its *.log")
     write_csv(rows, out / "runs.csv")
     variants = list(dict.fromkeys((row["method"], row["kind"]) for row in rows))
     table = [averaged(rows, *variant) for variant in variants]
     setting = (
         f"CIFAR-10, U-ViT {piece.dim} x {piece.depth}, patch {piece.patch}, {piece.steps} steps, batch {piece.batch}"
     )
+    write_summary(out, [], setting, table=table, published=PUBLISHED)
     first = {}
     for run in (run for run in piece.runs if run.name in probes):
         kind = "conditioned" if run.changes else "plain"
         kept = {entry.name: probes[run.name][entry.name] for entry in fields(LinearProbe)}
         first.setdefault((run.method, kind), LinearProbe(**kept))
     draw(first, setting, out / "heat_maps.png")
-    return Outcome([], setting, {"table": table, "published": PUBLISHED})
+    return table
 
 
 def averaged(rows: Sequence[dict[str, Any]], method: str, kind: str) -> dict[str, Any]:
@@ -182,3 +180,31 @@ def draw(maps: dict[tuple[str, str], LinearProbe], title: str, path: Path) -> No
     figure.colorbar(image, ax=axes, label="held-out accuracy")
     figure.suptitle(title, fontsize=10)
     save(figure, path)
+
+
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
+    parser.add_argument("--inception", type=Path, help="TorchScript file of the FID network; without it no FID")
+    parser.add_argument("--work", type=Path, default=Path("runs/features"))
+    parser.add_argument("--out", type=Path, default=Path("experiments/results/features-gpu"))
+    parser.add_argument(
+        "--minutes", type=float, default=28, help="for everything; training ends in time for the probes"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--images", type=int, default=10_000, help="for the choice of block and noise level")
+    for name, value in {"steps": 50_000, "batch": 128, "dim": 256, "depth": 12, "heads": 4, "patch": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dry", action="store_true", help="only print the expected time")
+    parser.add_argument("--tiny", action="store_true", help="a small network, 40 steps, 500 images")
+    options = parser.parse_args(given)
+    options.fid_at, options.images = (options.steps,), min(options.images, 500 if options.tiny else 50_000)
+    if options.tiny:
+        vars(options).update(TINY)
+        options.fid_at = ()
+    return options
+
+
+if __name__ == "__main__":
+    main()
