@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from scalelong.backbones import as_network
 from scalelong.cli.estimate import estimated_seconds
+from scalelong.cli.main import main as cli
 from scalelong.data import load_source, to_float
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.errors import SettingError, one_line
@@ -209,7 +210,8 @@ def value_of(each: Run, measure: str, evaluate: Mapping[str, str]) -> float:
     kept = json.loads(file.read_text()) if file.is_file() else {}
     if key not in kept:
         if measure in evaluate:
-            scalelong(["evaluate", str(each.folder), *shlex.split(key)], os.environ)
+            if cli(["evaluate", str(each.folder), *shlex.split(key)]):
+                raise SettingError(f"{each.folder}: could not be evaluated with {key}")
             kept[key] = read_run(each.folder).evaluations[-1].value
         else:
             kept[key] = fixed_loss(each.folder, "test" if measure == "test_loss" else each.config.data.split)

@@ -155,7 +155,7 @@ def test_train_again_resumes_and_goes_on(run, capsys) -> None:
     assert main(["train", "digits-demo", "--config", yaml, "--out", str(run), "--training.steps", "6"]) == 0
     said = capsys.readouterr().out
     assert "trained at step 6" in said
-    assert said.startswith("cs 0.7: before about") and "--method none" in said.splitlines()[0]
+    assert said.startswith("ls: before about") and "--method none" in said.splitlines()[0]
 
 
 def test_the_same_images_at_any_batch_size(run, capsys) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,15 @@ from scalelong.training import read_events, train
 
 TINY = ("model.dim=16", "model.depth=4", "model.heads=2", "model.patch_size=4", "training.batch_size=4")
 RUNS = "runs: {a: {}}\nmeasures: [test_loss]\n"
-stack = load("auto-kappa").measure
+assert load("auto-kappa").measure, "its folder is on the path now"
+stack = import_module("stack")
 PAGE = (EXPERIMENTS.parent / "docs" / "experiments.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Trained runs, which the experiments share."""
+    return tmp_path_factory.mktemp("runs")
 
 
 def small(name: str = "fig01-oscillation", steps: int = 30) -> Experiment:
@@ -99,9 +108,9 @@ def test_a_shorter_run_has_a_shorter_warm_up() -> None:
 
 
 @pytest.mark.slow
-def test_an_experiment_is_trained_once_and_measured(tmp_path, capsys) -> None:
+def test_an_experiment_is_trained_once_and_measured(runs, tmp_path, capsys) -> None:
     """Runs of another experiment that are the same are not trained again; a dry run tells them apart."""
-    where = ["--steps", "30", "--seeds", "0", "1", "--runs", str(tmp_path / "runs"), "--set", *TINY, "--out"]
+    where = ["--steps", "30", "--seeds", "0", "1", "--runs", str(runs), "--set", *TINY, "--out"]
     assert harness.main(["table4-direction", *where, str(tmp_path / "table4"), "--jobs", "2"]) == 0
     with (tmp_path / "table4" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -111,7 +120,7 @@ def test_an_experiment_is_trained_once_and_measured(tmp_path, capsys) -> None:
     assert summary["command"].startswith("python experiments/run.py table4-direction --steps 30 --seeds 0 1 --set")
     assert [claim["agrees"] in (True, False) for claim in summary["claims"]] == [True, True]
     assert (tmp_path / "table4" / "table4-direction.png").is_file()
-    events = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/metrics.jsonl")}
+    events = {path: path.stat().st_mtime_ns for path in runs.glob("*/metrics.jsonl")}
     capsys.readouterr()
     assert harness.main(["fig12-seeds", *where, str(tmp_path / "fig12"), "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -136,19 +145,23 @@ def test_distances_and_samples_come_from_the_commands(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fig03-distributions", "fig07-learned-kappa", "fig11-block-norms", "auto-kappa"])
-def test_own_measurements_run_in_a_tiny_form(name: str, tmp_path: Path) -> None:
-    steps = ["--steps", "30"] if name != "fig11-block-norms" else []
-    changes = {"fig03-distributions": ["options.data=[digits]"], "fig11-block-norms": ["options.steps=12"]}
-    given = [*changes.get(name, []), *(TINY if name.startswith(("fig03", "fig07")) else [])]
-    where = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--seeds", "0"]
-    assert harness.main([name, *steps, *where, *(["--set", *given] if given else [])]) == 0
+def test_own_measurements_run_in_a_tiny_form(name: str, runs: Path, tmp_path: Path) -> None:
+    given = {
+        "fig03-distributions": ["--steps", "30", "--set", *TINY, "options.data=[digits]"],
+        "fig07-learned-kappa": ["--steps", "30", "--set", *TINY],
+        "fig11-block-norms": ["--set", "options.steps=12"],
+        "auto-kappa": ["--steps", "120", "--set", "model.dim=16"],
+    }[name]
+    where = ["--runs", str(runs), "--out", str(tmp_path / "out"), "--seeds", "0"]
+    assert harness.main([name, *where, *given]) == 0
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["claims"]
     assert list((tmp_path / "out").glob("*.csv")) and len(list((tmp_path / "out").glob("*.png"))) == 1
 
 
 @pytest.mark.slow
 def test_stacked_members_have_the_losses_of_runs_of_their_own(tmp_path) -> None:
-    config, members = small().runs["none"], [stack.Member(0.5, 0), stack.Member(0.9, 1)]
+    config, members = small(steps=3).runs["none"], [stack.Member(0.5, 0), stack.Member(0.9, 1)]
+    config = replace(config, training=replace(config.training, log_every=1))
     course = stack.train_together(config, load_source("digits"), members, probe_every=2)
     for column, member in enumerate(members):
         folder = train(stack.for_member(config, member), tmp_path / str(column))
