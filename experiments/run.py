@@ -298,7 +298,7 @@ def draw(experiment: Experiment, runs: Runs, rows: Sequence[Mapping[str, Any]], 
             bars.plot([place] * len(ratios), ratios, "o", color=colour, markersize=3, alpha=0.6)
             bars.plot([place], [fmean(ratios)], "_", color=colour, markersize=12, markeredgewidth=2.5)
     bars.set_xticks(range(len(experiment.measures)), [m.replace("_", "\n") for m in experiment.measures], fontsize=7)
-    dress(loss, f"Training loss minus that of {first}, same seed (smoothed)", "step; faint: other seeds")
+    dress(loss, f"Loss minus that of {first}, same seed", "step; smoothed; faint: other seeds")
     dress(norm, "Norm of the middle block on a fixed batch", "step")
     dress(bars, f"Measures divided by those of {first}; dots: seeds", "")
     norm.legend(frameon=False, fontsize=8)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from claims_table import _seeds, command
-from figures_table import DOCS, RESULTS, ROOT, fill
+from figures_table import DOCS, RESULTS, ROOT, copy, fill
 
 sys.path.insert(0, str(ROOT / "experiments"))
 from settings import Experiment, load, names, scales
@@ -58,14 +59,17 @@ def section(experiment: Experiment) -> Iterator[str]:
     yield ""
     known = scales(experiment.name)
     commands = [command(f"{experiment.name}-{scale}") for scale in known] or [experiment.command]
-    yield from ["```bash", *commands, "```"]
+    wrapped = (textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False) for line in commands)
+    yield from ["```bash", *(" \\\n    ".join(lines) for lines in wrapped), "```"]
     for folder in results_of(experiment.name):
         yield ""
         yield f"**{folder.name}**: {_escaped(_setting(folder))}"
         if numbers := _numbers(experiment, folder):
             yield from ["", _escaped(numbers)]
-        picture = PICTURES.get(folder.name, f"figures/{folder.name}.png")
-        if (DOCS / "assets" / picture).is_file():
+        picture, own = PICTURES.get(folder.name, f"figures/{folder.name}.png"), list(folder.glob("*.png"))
+        if own and folder.name not in PICTURES:
+            copy(own[0], DOCS / "assets" / picture)
+        if own or folder.name in PICTURES:
             yield from ["", f"![{folder.name}](assets/{picture}){{ width=480 loading=lazy }}"]
 
 
