@@ -31,7 +31,8 @@ PICTURES = {
 
 def results_of(name: str) -> list[Path]:
     """The folders of results of an experiment, one for each scale that was run."""
-    return [path for path in (RESULTS / name, *(RESULTS / f"{name}-{s}" for s in scales(name))) if path.is_dir()]
+    folders = (RESULTS / name, *(RESULTS / f"{name}-{scale}" for scale in scales(name)))
+    return [folder for folder in folders if any(folder.glob("*"))]
 
 
 def table() -> str:
