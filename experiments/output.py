@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -22,6 +23,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from scalelong.files import write_text
+from scalelong.report.colours import PALETTE
+from scalelong.report.numbers import running_mean
+from scalelong.runs.reader import Run
 
 VERDICTS = {True: "yes", False: "no", None: "not decided: one seed"}
 
@@ -102,6 +106,52 @@ def print_outcome(outcome: Outcome) -> None:
         if isinstance(table, list):
             print()
             print_table(table)
+
+
+def by_run(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, list[float]]:
+    """The values of one measure by run, seed by seed."""
+    found: dict[str, list[float]] = {}
+    for each in rows:
+        found.setdefault(each["run"], []).append(each[measure])
+    return found
+
+
+def draw(
+    runs: Mapping[str, Sequence[Run]], rows: Sequence[Mapping[str, Any]], measures: Sequence[str], path: Path
+) -> None:
+    """Loss against the first run's, norm of the middle block, measures relative to the first run's; samples if any."""
+    grids = {name: own[0].sample_grids()[-1][1] for name, own in runs.items() if own[0].sample_grids()}
+    columns = max(3, len(grids))
+    figure = plt.figure(figsize=(14, 4.2 + (14 / columns if grids else 0)), layout="constrained")
+    axes = figure.add_gridspec(1 + bool(grids), 6 * columns, height_ratios=[4.2, *([14 / columns] if grids else [])])
+    loss, norm, bars = (figure.add_subplot(axes[0, 2 * columns * i : 2 * columns * (i + 1)]) for i in range(3))
+    first = next(iter(runs))
+    for at, (name, own) in enumerate(runs.items()):
+        colour = PALETTE[at % len(PALETTE)][0]
+        for seed, (each, base) in enumerate(zip(own, runs[first], strict=True)):
+            style = {"color": colour, "linewidth": 1.2, "alpha": 1.0 if seed == 0 else 0.35}
+            steps, losses = each.column("train", "loss")
+            apart = [a - b for a, b in zip(losses, base.column("train", "loss")[1], strict=True)]
+            loss.plot(steps, running_mean(steps, apart, window=max(1, steps[-1] // 8)), **style)
+            norm.plot(*each.column("probe", f"norm/{each.middle_block}"), label=name if seed == 0 else None, **style)
+        for group, measure in enumerate(measures):
+            found = by_run(rows, measure)
+            ratios = [value / base for value, base in zip(found[name], found[first], strict=True)]
+            place = group + 0.8 * ((at + 0.5) / len(runs) - 0.5)
+            bars.plot([place] * len(ratios), ratios, "o", color=colour, markersize=3, alpha=0.6)
+            bars.plot([place], [fmean(ratios)], "_", color=colour, markersize=12, markeredgewidth=2.5)
+    bars.set_xticks(range(len(measures)), [m.replace("_", "\n") for m in measures], fontsize=7)
+    dress(loss, f"Loss minus that of {first}, same seed", "step; smoothed; faint: other seeds")
+    dress(norm, "Norm of the middle block on a fixed batch", "step")
+    dress(bars, f"Measures divided by those of {first}; dots: seeds", "")
+    norm.legend(frameon=False, fontsize=8)
+    width = 6 * columns // max(1, len(grids))
+    for at, (name, file) in enumerate(grids.items()):
+        panel = figure.add_subplot(axes[1, at * width : (at + 1) * width])
+        panel.imshow(plt.imread(file), cmap="gray", interpolation="nearest")
+        panel.set_title(f"samples, {name}", fontsize=10, loc="left")
+        panel.set_axis_off()
+    save(figure, path)
 
 
 def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:

@@ -25,11 +25,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 import yaml
-from output import Claim, Outcome, dress, print_outcome, print_table, save, write_csv, write_summary
-from settings import FIXED_SEED, Experiment, load, names, run_key, scales
+from output import Claim, Outcome, by_run, draw, print_outcome, print_table, write_csv, write_summary
+from settings import EXPERIMENTS, FIXED_SEED, Experiment, load, names, run_key, scales
 from tqdm import tqdm
 
 from scalelong.backbones import as_network
@@ -38,16 +37,13 @@ from scalelong.cli.main import main as cli
 from scalelong.data import load_source, to_float
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.errors import SettingError, one_line
-from scalelong.files import write_text
-from scalelong.report.colours import PALETTE
-from scalelong.report.numbers import running_mean
+from scalelong.files import atomic_folder, write_text
 from scalelong.runs.reader import Run, read_run
 from scalelong.runs.settings import RunConfig
 from scalelong.training import load_run, to_yaml
 
 FIXED_COUNT, CHUNK = 2048, 256
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-Runs = Mapping[str, Sequence[Run]]  # by name, a run for each seed
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -63,18 +59,32 @@ def main(given: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(plan(experiment, options.runs, options.jobs))
             return 0
-        out = options.out or Path(f"experiments/results/{experiment.name}-{experiment.scale}")
-        begun = time.monotonic()
-        outcome = run(experiment, out, options.runs, options.jobs)
-    except (ValueError, subprocess.CalledProcessError) as error:
+        out, begun = results_folder(experiment, options), time.monotonic()
+        runs = trained(experiment, options.runs, options.jobs)
+        with atomic_folder(out) as folder:
+            own = experiment.measure
+            outcome = own.measure(experiment, runs, folder) if own else measured(experiment, runs, folder)
+            command = ["run.py", *(sys.argv[1:] if given is None else given)]
+            seconds = round(time.monotonic() - begun, 1)
+            write_summary(folder, outcome.claims, outcome.setting, command, seconds=seconds, **outcome.tables)
+    except (ValueError, RuntimeError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 1
-    command = ["run.py", *(sys.argv[1:] if given is None else given)]
-    seconds = round(time.monotonic() - begun, 1)
-    write_summary(out, outcome.claims, outcome.setting, command, seconds=seconds, **outcome.tables)
     print_outcome(outcome)
     print(f"\n{out}")
     return 0
+
+
+def results_folder(experiment: Experiment, options: argparse.Namespace) -> Path:
+    """Where the results go; those of other settings than the file's are not put in the place of its own."""
+    if options.out is None and (options.steps or options.seeds or options.set):
+        raise SettingError(
+            "out: results of other steps, seeds or settings need a folder of their own; pass --out FOLDER"
+        )
+    out: Path = options.out or EXPERIMENTS / "results" / f"{experiment.name}-{experiment.scale}"
+    if out.exists() and not (out / "summary.json").is_file():
+        raise SettingError(f"out: {out} is there and holds no results of an experiment; choose another folder")
+    return out
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -123,10 +133,7 @@ def plan(experiment: Experiment, folder: Path, jobs: int) -> str:
     configs = experiment.configs if experiment.train else {}
     missing = {each: config for each, config in configs.items() if not is_complete(config, folder)}
     lines = [f"{experiment.name} ({experiment.scale}): {experiment.question}"]
-    lines += [
-        f"  {run}, seed {seed}: {'missing' if (run, seed) in missing else 'complete'}"
-        for run, seed in experiment.configs
-    ]
+    lines += [f"  {run}, seed {seed}: {'missing' if (run, seed) in missing else 'complete'}" for run, seed in configs]
     lines += [f"  before: {command} --out {made}" for made, command in experiment.prepare.items()]
     if experiment.minutes is not None:
         lines.append(
@@ -141,28 +148,36 @@ def plan(experiment: Experiment, folder: Path, jobs: int) -> str:
     return "\n".join(lines)
 
 
-def run(experiment: Experiment, out: Path, folder: Path, jobs: int) -> Outcome:
-    """Prepare, train what is missing, measure; the files go to `out`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def trained(experiment: Experiment, folder: Path, jobs: int) -> dict[str, list[Run]]:
+    """The runs by name, after preparing and training what is missing, `jobs` at once."""
     for made, command in experiment.prepare.items():
         if not Path(made).exists():
-            scalelong([*shlex.split(command)[1:], "--out", made], environment)
+            scalelong([*shlex.split(command)[1:], "--out", made])
     configs = experiment.configs if experiment.train else {}
     missing = [config for config in configs.values() if not is_complete(config, folder)]
     with ThreadPoolExecutor(max(1, min(jobs, len(missing)))) as pool:
-        futures = [pool.submit(train, config, folder, environment) for config in missing]
-        for future in tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None):
-            future.result()
+        futures = [pool.submit(train, config, folder) for config in missing]
+        try:
+            for future in tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None):
+                future.result()
+        except RuntimeError:
+            pool.shutdown(cancel_futures=True)
+            raise
     runs: dict[str, list[Run]] = {}
     for (name, _), config in configs.items():
         runs.setdefault(name, []).append(read_run(folder / run_key(config)))
-    out.mkdir(parents=True, exist_ok=True)
-    own = experiment.measure
-    return own.measure(experiment, runs, out) if own else measured(experiment, runs, out)
+    return runs
 
 
-def scalelong(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    subprocess.run([sys.executable, "-m", "scalelong.cli.main", *command], check=True, env=environment)
+def scalelong(command: Sequence[str]) -> None:
+    """A command of its own process; it prints its error itself."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scalelong.cli.main", *command], env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"scalelong {shlex.join(command)}: stopped; after mending it, the same command again goes on"
+        )
 
 
 def is_complete(config: RunConfig, folder: Path) -> bool:
@@ -170,18 +185,16 @@ def is_complete(config: RunConfig, folder: Path) -> bool:
     return (folder / run_key(config) / "checkpoints" / f"step-{config.training.steps:08d}").is_dir()
 
 
-def train(config: RunConfig, folder: Path, environment: Mapping[str, str]) -> None:
+def train(config: RunConfig, folder: Path) -> None:
     """By the command, so that `scalelong sample`, `evaluate` and `report` take the folder."""
     out = folder / run_key(config)
     file = out.with_name(f"{out.name}.yaml")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, to_yaml(config))
-    scalelong(["train", "--config", str(file), "--out", str(out), "--probe-every", "10"], environment)
-    if not is_complete(config, folder):
-        raise SettingError(f"{out}: stopped before its last step; the same command again goes on from there")
+    scalelong(["train", "--config", str(file), "--out", str(out), "--probe-every", "10"])
 
 
-def measured(experiment: Experiment, runs: Runs, out: Path) -> Outcome:
+def measured(experiment: Experiment, runs: Mapping[str, Sequence[Run]], out: Path) -> Outcome:
     """A row for each run, their means over seeds, the claims, and one picture."""
     rows = [
         {"run": name, "seed": each.seed, **{m: value_of(each, m, experiment.evaluate) for m in experiment.measures}}
@@ -190,7 +203,7 @@ def measured(experiment: Experiment, runs: Runs, out: Path) -> Outcome:
         for each in own
     ]
     write_csv(rows, out / "runs.csv")
-    draw(experiment, runs, rows, out / f"{experiment.name}.png")
+    draw(runs, rows, experiment.measures, out / f"{experiment.name}.png")
     claims = [judged(rows, claim, measure) for claim in experiment.claims for measure in claim["measures"]]
     return Outcome(claims, experiment.setting, {"table": averages(rows, experiment.measures)})
 
@@ -236,14 +249,6 @@ def fixed_loss(folder: Path, split: str) -> float:
     return float(torch.cat(losses).mean())
 
 
-def by_run(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, list[float]]:
-    """The values of one measure by run, seed by seed."""
-    found: dict[str, list[float]] = {}
-    for each in rows:
-        found.setdefault(each["run"], []).append(each[measure])
-    return found
-
-
 def mean_and_sd(values: Sequence[float]) -> str:
     """One seed has no spread."""
     return f"{fmean(values):.5g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
@@ -273,42 +278,6 @@ def judged(rows: Sequence[Mapping[str, Any]], claim: Mapping[str, Any], measure:
     values = ", ".join(f"{name} {fmean(each):.5g}" for name, each in found.items())
     text = f"{measure.replace('_', ' ')}: {values}; {', '.join(said)}"
     return Claim(claim["paper"], text, agrees if len(wins) > 1 else None)
-
-
-def draw(experiment: Experiment, runs: Runs, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss against the first run's, norm of the middle block, measures relative to the first run's; samples if any."""
-    grids = {name: own[0].sample_grids()[-1][1] for name, own in runs.items() if own[0].sample_grids()}
-    columns = max(3, len(grids))
-    figure = plt.figure(figsize=(14, 4.2 + (14 / columns if grids else 0)), layout="constrained")
-    axes = figure.add_gridspec(1 + bool(grids), 6 * columns, height_ratios=[4.2, *([14 / columns] if grids else [])])
-    loss, norm, bars = (figure.add_subplot(axes[0, 2 * columns * i : 2 * columns * (i + 1)]) for i in range(3))
-    first = next(iter(runs))
-    for at, (name, own) in enumerate(runs.items()):
-        colour = PALETTE[at % len(PALETTE)][0]
-        for seed, (each, base) in enumerate(zip(own, runs[first], strict=True)):
-            style = {"color": colour, "linewidth": 1.2, "alpha": 1.0 if seed == 0 else 0.35}
-            steps, losses = each.column("train", "loss")
-            apart = [a - b for a, b in zip(losses, base.column("train", "loss")[1], strict=True)]
-            loss.plot(steps, running_mean(steps, apart, window=max(1, steps[-1] // 8)), **style)
-            norm.plot(*each.column("probe", f"norm/{each.middle_block}"), label=name if seed == 0 else None, **style)
-        for group, measure in enumerate(experiment.measures):
-            found = by_run(rows, measure)
-            ratios = [value / base for value, base in zip(found[name], found[first], strict=True)]
-            place = group + 0.8 * ((at + 0.5) / len(runs) - 0.5)
-            bars.plot([place] * len(ratios), ratios, "o", color=colour, markersize=3, alpha=0.6)
-            bars.plot([place], [fmean(ratios)], "_", color=colour, markersize=12, markeredgewidth=2.5)
-    bars.set_xticks(range(len(experiment.measures)), [m.replace("_", "\n") for m in experiment.measures], fontsize=7)
-    dress(loss, f"Loss minus that of {first}, same seed", "step; smoothed; faint: other seeds")
-    dress(norm, "Norm of the middle block on a fixed batch", "step")
-    dress(bars, f"Measures divided by those of {first}; dots: seeds", "")
-    norm.legend(frameon=False, fontsize=8)
-    width = 6 * columns // max(1, len(grids))
-    for at, (name, file) in enumerate(grids.items()):
-        panel = figure.add_subplot(axes[1, at * width : (at + 1) * width])
-        panel.imshow(plt.imread(file), cmap="gray", interpolation="nearest")
-        panel.set_title(f"samples, {name}", fontsize=10, loc="left")
-        panel.set_axis_off()
-    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,8 @@ def test_bad_settings_are_one_line_before_anything_is_trained(text, message, tmp
         (["fig12-seeds", "--scale", "tpu"], "scales: unknown 'tpu'"),
         (["fig12-seeds", "--set", "steps"], "set: must be SECTION.KEY=VALUE, got 'steps'"),
         (["fig11-block-norms", "--set", "options.step=1"], "set: options: key: unknown 'step'; did you mean 'steps'"),
+        (["fig12-seeds", "--steps", "20"], "out: results of other steps, seeds or settings need a folder of their own"),
+        (["fig12-seeds", "--out", str(EXPERIMENTS)], "holds no results of an experiment; choose another folder"),
         (["study"], "study: is started by `python experiments/study/piece.py"),
     ],
 )
@@ -128,6 +130,17 @@ def test_an_experiment_is_trained_once_and_measured(runs, tmp_path, capsys) -> N
     assert harness.main(["table4-direction", *where, str(tmp_path / "again")]) == 0
     assert {path: path.stat().st_mtime_ns for path in events} == events
     assert (tmp_path / "again" / "runs.csv").read_text() == (tmp_path / "table4" / "runs.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_ends_the_experiment_and_leaves_the_old_results(tmp_path, capsys) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "summary.json").write_text("{}")
+    where = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--set", "data.name=folder:nowhere"]
+    assert harness.main(["table4-direction", *where]) == 1
+    assert "stopped; after mending it" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("runs/*.yaml"))) < 4, "the others were not started"
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["{}"]
 
 
 @pytest.mark.slow
