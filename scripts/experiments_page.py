@@ -30,9 +30,9 @@ PICTURES = {
 
 
 def results_of(name: str) -> list[Path]:
-    """The folders of results of an experiment, one for each scale that was run."""
-    folders = (RESULTS / name, *(RESULTS / f"{name}-{scale}" for scale in scales(name)))
-    return [folder for folder in folders if any(folder.glob("*"))]
+    """The folders of results of an experiment: one for each scale that was run, or those that its own program wrote."""
+    known = [RESULTS / f"{name}-{scale}" for scale in scales(name)] or sorted(RESULTS.glob(f"{name}*"))
+    return [folder for folder in known if any(folder.glob("*"))]
 
 
 def table() -> str:
