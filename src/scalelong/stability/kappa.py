@@ -110,7 +110,10 @@ def advice(steps: int | None) -> str:
     'But before about 30,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
     """
     early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
-    late = "after that CS was at most 0.2% ahead in training loss and ended level: expect no clear gain"
+    late = (
+        "after that CS was at most 0.2% ahead in training loss and ended level, no more than two unscaled runs differ "
+        "by: expect no clear gain"
+    )
     if steps is None:
         return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
     if steps < CROSSOVER:
