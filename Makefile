@@ -61,7 +61,7 @@ dist:            ## wheel and sdist into dist/, and a smoke test of the wheel in
 	$(VENV)/dist/build/bin/python -m pip install --quiet build
 	$(VENV)/dist/build/bin/python -m build --outdir dist .
 	$(PYTHON) -m venv $(VENV)/dist/empty
-	$(VENV)/dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	env -u PYTHONPATH $(VENV)/dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
 	cd $(VENV)/dist && env -u PYTHONPATH empty/bin/python $(CURDIR)/scripts/smoke_test.py
 
 clean:           ## remove what make made

@@ -1,4 +1,4 @@
-"""What the experiments write: a CSV, a picture, and summary.json with the paper's claim beside what was measured."""
+"""What the experiments write: CSV files, a picture, and summary.json with the paper's claims beside what was measured."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -20,6 +21,11 @@ import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from scalelong.files import write_text
+from scalelong.report.colours import PALETTE
+from scalelong.report.numbers import running_mean
+from scalelong.runs.reader import Run
 
 VERDICTS = {True: "yes", False: "no", None: "not decided: one seed"}
 
@@ -33,13 +39,13 @@ class Claim:
     agrees: bool | None  # None: these runs cannot decide it
 
 
-def beats(values: Mapping[str, float], lower: bool) -> bool | None:
-    """Whether every scaled run is better than every unscaled one ("none, seed 0"); with one seed of them, nobody knows."""
-    unscaled = [value for name, value in values.items() if name.startswith("none")]
-    ours = [value for name, value in values.items() if not name.startswith("none")]
-    if len(unscaled) < 2 or not ours:
-        return None
-    return max(ours) < min(unscaled) if lower else min(ours) > max(unscaled)
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment found: its claims and tables, and what was trained, in words."""
+
+    claims: Sequence[Claim]
+    setting: str
+    tables: Mapping[str, Any]  # by the name that they have in summary.json
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -50,10 +56,12 @@ def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
         writer.writerows({key: _short(value) for key, value in row.items()} for row in rows)
 
 
-def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers: Any) -> None:
+def write_summary(
+    folder: Path, claims: Sequence[Claim], setting: str, arguments: Sequence[str] | None = None, **numbers: Any
+) -> None:
     """summary.json: where and how the numbers came about, and how they stand to the paper."""
     summary = {
-        "command": shlex.join(["python", *recorded_command(sys.argv)]),
+        "command": shlex.join(["python", *recorded_command(arguments or sys.argv)]),
         "commit": commit(),
         "device": device_name(),
         "torch": torch.__version__,
@@ -62,7 +70,7 @@ def write_summary(folder: Path, claims: Sequence[Claim], setting: str, **numbers
         "claims": [asdict(claim) for claim in claims],
         **numbers,
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
 def commit() -> str:
@@ -90,10 +98,60 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def print_claims(claims: Sequence[Claim]) -> None:
-    """Claim, measurement, verdict."""
-    for claim in claims:
+def print_outcome(outcome: Outcome) -> None:
+    """Claim, measurement and verdict, then the tables."""
+    for claim in outcome.claims:
         print(f"\npaper     {claim.paper}\nmeasured  {claim.measured}\nagrees    {VERDICTS[claim.agrees]}")
+    for table in outcome.tables.values():
+        if isinstance(table, list):
+            print()
+            print_table(table)
+
+
+def by_run(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, list[float]]:
+    """The values of one measure by run, seed by seed."""
+    found: dict[str, list[float]] = {}
+    for each in rows:
+        found.setdefault(each["run"], []).append(each[measure])
+    return found
+
+
+def draw(
+    runs: Mapping[str, Sequence[Run]], rows: Sequence[Mapping[str, Any]], measures: Sequence[str], path: Path
+) -> None:
+    """Loss against the first run's, norm of the middle block, measures relative to the first run's; samples if any."""
+    grids = {name: own[0].sample_grids()[-1][1] for name, own in runs.items() if own[0].sample_grids()}
+    columns = max(3, len(grids))
+    figure = plt.figure(figsize=(14, 4.2 + (14 / columns if grids else 0)), layout="constrained")
+    axes = figure.add_gridspec(1 + bool(grids), 6 * columns, height_ratios=[4.2, *([14 / columns] if grids else [])])
+    loss, norm, bars = (figure.add_subplot(axes[0, 2 * columns * i : 2 * columns * (i + 1)]) for i in range(3))
+    first = next(iter(runs))
+    for at, (name, own) in enumerate(runs.items()):
+        colour = PALETTE[at % len(PALETTE)][0]
+        for seed, (each, base) in enumerate(zip(own, runs[first], strict=True)):
+            style = {"color": colour, "linewidth": 1.2, "alpha": 1.0 if seed == 0 else 0.35}
+            steps, losses = each.column("train", "loss")
+            apart = [a - b for a, b in zip(losses, base.column("train", "loss")[1], strict=True)]
+            loss.plot(steps, running_mean(steps, apart, window=max(1, steps[-1] // 8)), **style)
+            norm.plot(*each.column("probe", f"norm/{each.middle_block}"), label=name if seed == 0 else None, **style)
+        for group, measure in enumerate(measures):
+            found = by_run(rows, measure)
+            ratios = [value / base for value, base in zip(found[name], found[first], strict=True)]
+            place = group + 0.8 * ((at + 0.5) / len(runs) - 0.5)
+            bars.plot([place] * len(ratios), ratios, "o", color=colour, markersize=3, alpha=0.6)
+            bars.plot([place], [fmean(ratios)], "_", color=colour, markersize=12, markeredgewidth=2.5)
+    bars.set_xticks(range(len(measures)), [m.replace("_", "\n") for m in measures], fontsize=7)
+    dress(loss, f"Loss minus that of {first}, same seed", "step; smoothed; faint: other seeds")
+    dress(norm, "Norm of the middle block on a fixed batch", "step")
+    dress(bars, f"Measures divided by those of {first}; dots: seeds", "")
+    norm.legend(frameon=False, fontsize=8)
+    width = 6 * columns // max(1, len(grids))
+    for at, (name, file) in enumerate(grids.items()):
+        panel = figure.add_subplot(axes[1, at * width : (at + 1) * width])
+        panel.imshow(plt.imread(file), cmap="gray", interpolation="nearest")
+        panel.set_title(f"samples, {name}", fontsize=10, loc="left")
+        panel.set_axis_off()
+    save(figure, path)
 
 
 def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:

@@ -66,8 +66,14 @@ def _folders(name: str) -> Iterator[tuple[str, str, str, str, str]]:
             verdict,
             _seeds(folder),
             summary["setting"],
-            f"`{summary['command']}`",
+            f"`{command(folder.name)}`",
         )
+
+
+def command(folder: str) -> str:
+    """What writes a folder of results, NAME-SCALE; summary.json names what wrote it at its commit."""
+    name, _, scale = folder.rpartition("-")
+    return f"python experiments/run.py {name}" + ("" if scale == "cpu" else f" --scale {scale}")
 
 
 def _seeds(folder: Path) -> str:

@@ -1,101 +1,125 @@
-"""docs/experiments.md: every experiment with its question, settings, seeds, verdict, command and picture.
+"""docs/experiments.md: every experiment with its question, settings, main numbers, seeds, verdict, cost, command and picture.
 
-python scripts/experiments_page.py            # writes it from experiments/ and experiments/results
+python scripts/experiments_page.py            # writes it from experiments/*/settings.yaml and experiments/results
 python scripts/experiments_page.py --check    # fails if it is not current
 """
 
 from __future__ import annotations
 
-import ast
+import csv
 import json
-import re
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from claims_table import _seeds
-from figures_table import DOCS, RESULTS, ROOT, fill
+from claims_table import _seeds, command
+from figures_table import DOCS, RESULTS, ROOT, copy, fill
 
-EXPERIMENTS = ROOT / "experiments"
+sys.path.insert(0, str(ROOT / "experiments"))
+from settings import Experiment, load, names, scales
+
 PAGE = DOCS / "experiments.md"
-DISCUSSED = {  # page of the numbers, by the beginning of the folder's name
-    **dict.fromkeys(("fig", "table"), "figures.md"),
-    "study": "should-i-use-it.md#the-long-runs",
-    "auto-kappa": "should-i-use-it.md#which-kappa",
-    "after-norm": "use.md#behind-the-norms",
-    "conditional": "reproduce.md#classes-of-cifar-10",
-    "text-to-emoji": "reproduce.md#emoji-from-captions-that-were-never-trained-on",
-    "cifar10-uvit-s2-batch64": "reproduce.md#unscaled-and-cs-on-cifar-10",
+PICTURES = {
+    "auto-kappa-cpu": "figures/auto-kappa.png",
+    "study": "study.png",
+    "cifar10-uvit-s2-batch64": "cifar10-batch64-none.png",
 }
-LIBRARY = (
-    "auto_rules",
-    "common",
-    "ensemble",
-    "half_precision",
-    "output",
-    "probe_loss",
-    "text_image_probe",
-    "trained_models",
-)
 
 
-def question(file: Path) -> str:
-    """The first sentence of an experiment's docstring."""
-    text = ast.get_docstring(ast.parse(file.read_text())) or ""
-    return re.split(r"(?<!Fig\.)(?<=[.?])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+def results_of(name: str) -> list[Path]:
+    """The folders of results of an experiment: one for each scale that was run, or those that its own program wrote."""
+    known = [RESULTS / f"{name}-{scale}" for scale in scales(name)] or sorted(RESULTS.glob(f"{name}*"))
+    return [folder for folder in known if any(folder.glob("*"))]
 
 
-def results_table() -> str:
-    lines = ["| experiment | question | settings | seeds | verdict | command |", "|---|---|---|---|---|---|"]
-    lines += [_study_row()]
-    for folder in sorted(RESULTS.glob("*/summary.json")):
-        lines.append(_row(folder.parent, json.loads(folder.read_text())))
+def table() -> str:
+    """A row for each experiment and scale."""
+    lines = ["| experiment | question | seeds | verdict | minutes |", "|---|---|---|---|---|"]
+    for name in names():
+        found = results_of(name)
+        rows = [(folder.name, _count(folder), _verdict(folder, load(name).page), _minutes(folder)) for folder in found]
+        for shown, seeds, verdict, minutes in rows or [(name, "", "not run yet", "")]:
+            cells = (f"[{shown}](#{name})", load(name).question, seeds, verdict, minutes)
+            lines.append(f"| {' | '.join(_escaped(cell) for cell in cells)} |")
     return "\n".join(lines)
 
 
-def _study_row() -> str:
-    pieces = json.loads((RESULTS / "study" / "meta.json").read_text())["pieces"]
-    seeds = {run["seed"] for piece in pieces.values() for run in piece["settings"]["runs"]}
-    cells = (
-        _name("study", "study.png"),
-        "When does scaling help?",
-        f"small U-ViTs on CIFAR-10, up to {max(piece['settings']['steps'] for piece in pieces.values()):,} steps; "
-        f"{next(iter(pieces.values()))['device']}, commits in `meta.json`",
-        str(len(seeds)),
-        "[by length of training](should-i-use-it.md)",
-        "`python experiments/study/piece.py`",
-    )
-    return f"| {' | '.join(cells)} |"
+def gallery() -> str:
+    """A section for each experiment."""
+    return "\n\n".join("\n".join(section(load(name))) for name in names())
 
 
-def _row(folder: Path, summary: dict[str, Any]) -> str:
-    file = EXPERIMENTS / Path(summary["command"].split()[1]).name
-    setting = summary.get("setting") or ", ".join(f"{k} {v}" for k, v in summary["settings"].items() if k != "seeds")
-    cells = (
-        _name(folder.name, f"figures/{folder.name}.png"),
-        question(file),
-        f"{setting}; {_device(summary)}",
-        _seeds(folder),
-        _verdict(summary),
-        f"`{summary['command']}`",
-    )
-    return "| " + " | ".join(cell.replace("|", "&#124;") for cell in cells) + " |"
+def section(experiment: Experiment) -> Iterator[str]:
+    yield f"## {experiment.name}"
+    yield ""
+    where = f" Discussed on [this page]({experiment.page})." if experiment.page else ""
+    yield _escaped(experiment.question) + where
+    yield ""
+    known = scales(experiment.name)
+    commands = [command(f"{experiment.name}-{scale}") for scale in known] or [experiment.command]
+    wrapped = (textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False) for line in commands)
+    yield from ["```bash", *(" \\\n    ".join(lines) for lines in wrapped), "```"]
+    for folder in results_of(experiment.name):
+        yield ""
+        yield f"**{folder.name}**: {_escaped(_setting(folder))}"
+        if numbers := _numbers(experiment, folder):
+            yield from ["", _escaped(numbers)]
+        picture, own = PICTURES.get(folder.name, f"figures/{folder.name}.png"), list(folder.glob("*.png"))
+        if own and folder.name not in PICTURES:
+            copy(own[0], DOCS / "assets" / picture)
+        if own or folder.name in PICTURES:
+            yield from ["", f"![{folder.name}](assets/{picture}){{ width=480 loading=lazy }}"]
 
 
-def _name(name: str, picture: str) -> str:
-    """The name with a link to its page and, where the docs have it, its picture."""
-    page = next((page for start, page in DISCUSSED.items() if name.startswith(start)), "")
-    text = f"[{name}]({page})" if page else name
-    picture = {"figures/auto-kappa-cpu.png": "figures/auto-kappa.png"}.get(picture, picture)
-    there = (DOCS / "assets" / picture).is_file()
-    return text + (f"<br>![{name}](assets/{picture}){{ width=200 loading=lazy }}" if there else "")
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
-def _device(summary: dict[str, Any]) -> str:
-    return f"{summary['device']}, commit {summary['commit']}"
+def _pieces(folder: Path) -> list[dict[str, Any]]:
+    """The pieces of the study."""
+    path = folder / "meta.json"
+    return list(json.loads(path.read_text())["pieces"].values()) if path.is_file() else []
 
 
-def _verdict(summary: dict[str, Any]) -> str:
-    claims = [claim["agrees"] for claim in summary.get("claims", ())]
+def _setting(folder: Path) -> str:
+    if pieces := _pieces(folder):
+        steps = max(piece["settings"]["steps"] for piece in pieces)
+        return f"small U-ViTs on CIFAR-10, up to {steps:,} steps; {pieces[0]['device']}, commits in `meta.json`."
+    if not (summary := _summary(folder)):
+        return f"files in `experiments/results/{folder.name}`."
+    words = ", ".join(f"{key} {value}" for key, value in summary.get("settings", {}).items() if key != "seeds")
+    return f"{summary.get('setting') or words}; {summary['device']}, commit {summary['commit']}."
+
+
+def _numbers(experiment: Experiment, folder: Path) -> str:
+    """What was measured for the first claim; without claims, the first measure of every run."""
+    if claims := _summary(folder).get("claims"):
+        return f"{claims[0]['measured'][0].upper()}{claims[0]['measured'][1:]}."
+    path = folder / "runs.csv"
+    rows = list(csv.DictReader(path.open())) if path.is_file() else []
+    measure = next((each for each in experiment.measures if rows and each in rows[0]), "")
+    found: dict[str, list[float]] = {}
+    for row in rows if measure else ():
+        found.setdefault(next(iter(row.values())), []).append(float(row[measure]))
+    said = ", ".join(f"{run} {fmean(each):.5f} ± {stdev(each):.5f}" for run, each in found.items() if len(each) > 1)
+    return f"{measure.replace('_', ' ').capitalize()}: {said}." if said else ""
+
+
+def _count(folder: Path) -> str:
+    if pieces := _pieces(folder):
+        return str(len({run["seed"] for piece in pieces for run in piece["settings"]["runs"]}))
+    return _seeds(folder)
+
+
+def _verdict(folder: Path, page: str) -> str:
+    if not (folder / "summary.json").is_file():
+        return f"[see there]({page})"
+    claims = [claim["agrees"] for claim in _summary(folder).get("claims", ())]
     if not claims:
         return "no claim of the paper"
     if None in claims:
@@ -103,18 +127,23 @@ def _verdict(summary: dict[str, Any]) -> str:
     return f"{sum(claims)} of {len(claims)} statements agree"
 
 
-def waiting_table() -> str:
-    """Experiments that have no results in the repository yet."""
-    done = {Path(json.loads(path.read_text())["command"].split()[1]).stem for path in RESULTS.glob("*/summary.json")}
-    files = [file for file in sorted(EXPERIMENTS.glob("*.py")) if file.stem not in {*done, *LIBRARY}]
-    lines = ["| experiment | question | command |", "|---|---|---|"]
-    lines += [f"| {f.stem} | {question(f)} | `python experiments/{f.name}` |" for f in files]
-    return "\n".join(lines)
+def _minutes(folder: Path) -> str:
+    """Minutes of all runs added up, of the machine that they ran on."""
+    if pieces := _pieces(folder):
+        return f"{sum(piece['minutes'] for piece in pieces):.0f}"
+    path = folder / "runs.csv"
+    rows = list(csv.DictReader(path.open())) if path.is_file() else []
+    seconds = sum(float(row.get("seconds", 0)) for row in rows) or _summary(folder).get("seconds", 0)
+    return f"{seconds / 60:.0f}" if seconds else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "&#124;")
 
 
 def main() -> None:
-    fill(PAGE, "results", results_table())
-    fill(PAGE, "waiting", waiting_table())
+    fill(PAGE, "table", table())
+    fill(PAGE, "gallery", gallery())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from claims_table import overview
+from claims_table import command, overview
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "experiments" / "results", ROOT / "docs"
@@ -58,7 +58,7 @@ def claims_table(name: str) -> str:
         if not path.is_file():
             continue
         summary = json.loads(path.read_text())
-        lines += [_origin(summary), "", "| the paper | measured | agrees |", "|---|---|---|"]
+        lines += [_origin(path.parent.name, summary), "", "| the paper | measured | agrees |", "|---|---|---|"]
         rows = [(claim["paper"], claim["measured"], VERDICTS[claim["agrees"]]) for claim in summary["claims"]]
         lines += [f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows]
         lines += ["", _picture(f"{name}-{scale}"), ""]
@@ -68,13 +68,13 @@ def claims_table(name: str) -> str:
 def measured_table(folder: str, columns: Mapping[str, str]) -> str:
     """The rows of one experiment, of these columns (key -> heading), and its picture."""
     summary = json.loads((RESULTS / folder / "summary.json").read_text())
-    lines = [_origin(summary), "", f"| {' | '.join(columns.values())} |", f"|{'---|' * len(columns)}"]
+    lines = [_origin(folder, summary), "", f"| {' | '.join(columns.values())} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(_cell(row[key]) for key in columns)} |" for row in summary["table"]]
     return "\n".join([*lines, "", _picture(folder)])
 
 
-def _origin(summary: dict[str, Any]) -> str:
-    return f"`{summary['command']}`, {summary['device']}, commit {summary['commit']}:\n{summary['setting']}."
+def _origin(folder: str, summary: dict[str, Any]) -> str:
+    return f"`{command(folder)}`, {summary['device']}, commit {summary['commit']}:\n{summary['setting']}."
 
 
 def _picture(folder: str) -> str:

@@ -153,7 +153,9 @@ def test_a_file_of_settings_stands_alone(run, tmp_path, monkeypatch, capsys) -> 
 def test_train_again_resumes_and_goes_on(run, capsys) -> None:
     yaml = str(run.parent / "tiny.yaml")
     assert main(["train", "digits-demo", "--config", yaml, "--out", str(run), "--training.steps", "6"]) == 0
-    assert "trained at step 6" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "trained at step 6" in said
+    assert said.startswith("ls: before about") and "--method none" in said.splitlines()[0]
 
 
 def test_the_same_images_at_any_batch_size(run, capsys) -> None:

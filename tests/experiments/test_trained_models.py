@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from trained_models import fit_cs, learned_coefficients, robustness_curve
+from settings import load
 
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, as_network
@@ -14,6 +14,10 @@ from scalelong.diffusion import VPSDE, Objective
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import scaling_of
 
+robustness_curve = load("fig03-distributions").measure.robustness_curve
+fit_cs, learned_coefficients = (
+    getattr(load("fig07-learned-kappa").measure, name) for name in ("fit_cs", "learned_coefficients")
+)
 IMAGES = torch.rand(40, 1, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
 OBJECTIVE = Objective(VPSDE())
 

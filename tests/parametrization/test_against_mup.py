@@ -9,12 +9,13 @@ import sys
 
 import pytest
 import torch
-from experiments.coordinate_checks import CLASSES
+from settings import load
 from torch import nn
 
 from scalelong import mup as ours
 from tests.packages import FOLDER
 
+CLASSES = load("coordinate-checks").measure.CLASSES
 NAMES = [name for name in CLASSES if name != "UTransformer2DModel"]  # which has no readout
 
 

@@ -6,12 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from experiments.coordinate_checks import CLASSES, SCALED, SCALED_LR, SCALINGS, WIDTHS, scaled_uvit
+from settings import load
 from torch import nn
 
 from scalelong.parametrization.attach import INPUT, plan_of
 from scalelong.parametrization.coordinates import coordinate_check, plot
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
+
+CHECKS = load("coordinate-checks").measure
+CLASSES = CHECKS.CLASSES
 
 
 def net(width: int) -> nn.Module:
@@ -83,14 +86,16 @@ def test_the_random_state_is_left_alone() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_supported_class(name: str) -> None:
     make, example = CLASSES[name]
-    found = coordinate_check(make, WIDTHS, example=example)
+    found = coordinate_check(make, CHECKS.WIDTHS, example=example)
     assert found.flat, str(found)
     standard = coordinate_check(make, (32, 64, 128, 256), example=example, parametrization="standard", seeds=1)
     assert standard.worst[2] > 0.5, str(standard)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", SCALINGS)
+@pytest.mark.parametrize("method", CHECKS.SCALINGS)
 def test_u_vit_with_every_scaling(method: str) -> None:
-    found = coordinate_check(partial(scaled_uvit, method), WIDTHS, example=SCALED, lr=SCALED_LR)
+    found = coordinate_check(
+        partial(CHECKS.scaled_uvit, method), CHECKS.WIDTHS, example=CHECKS.SCALED, lr=CHECKS.SCALED_LR
+    )
     assert found.flat, str(found)

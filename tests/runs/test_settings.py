@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from scalelong.errors import SettingError
 from scalelong.runs.config import from_yaml
 from scalelong.runs.settings import RunConfig, differences, dotted
 from scalelong.training import PRESETS, get_preset, to_yaml
@@ -121,3 +122,15 @@ def test_an_unknown_preset_gets_the_nearest_name() -> None:
 
 def test_every_setting_has_one_dotted_key() -> None:
     assert len(dotted(RunConfig())) == len(set(dotted(RunConfig()))) > 35
+
+
+def test_a_key_that_is_given_twice_and_a_value_of_the_wrong_type_are_one_line(tmp_path, capsys) -> None:
+    file = tmp_path / "mine.yaml"
+    for text, message in (
+        ("training: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
+        ("training: {steps: many}", "training.steps: must be int, got 'many'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SettingError, match=message):
+            from_yaml(file)
+        assert capsys.readouterr() == ("", "")

@@ -9,6 +9,7 @@ import torch
 
 from scalelong.data import MemorySource, load_source
 from scalelong.diffusion import DDPM, EDM, VPSDE, Objective, draw_time_and_noise
+from scalelong.runs.settings import ScalingSettings
 from scalelong.stability import Recommendation, recommend_kappa
 from scalelong.stability.kappa import (
     CROSSOVER,
@@ -18,6 +19,7 @@ from scalelong.stability.kappa import (
     plot,
     squared_norms,
     sum_of_squares,
+    training_note,
 )
 
 
@@ -102,6 +104,20 @@ def test_the_length_of_training_decides() -> None:
     assert (short.kappa, long.kappa) == (1.0, USUAL_KAPPA)
     assert "no scaling (kappa = 1) is recommended" in short.reasoning
     assert "For 30,000 steps 0.7 is recommended" in long.reasoning
+
+
+def test_a_training_is_told_what_the_recommendation_says() -> None:
+    """By the same text, with how to change it; what the study has not compared, and what it recommends, has no note."""
+    for steps in (600, CROSSOVER):
+        said = recommend(images(0.4), 6, steps=steps).advice.removeprefix("But ").rstrip(".")
+        for scaling in (ScalingSettings("cs", kappa=0.5), ScalingSettings("ls")):
+            assert training_note(scaling, steps).startswith(f"{scaling.label}: {said} (")
+    assert training_note(ScalingSettings("cs", kappa=0.5), 600).endswith("(--method none; docs/should-i-use-it.md)")
+    assert "(--kappa 0.7, or --method none;" in training_note(ScalingSettings("cs", kappa=0.5), CROSSOVER)
+    assert "(--method none;" in training_note(ScalingSettings("cs", kappa=0.7), CROSSOVER)
+    assert "(--method cs --kappa 0.7, or --method none;" in training_note(ScalingSettings("ls"), CROSSOVER)
+    for scaling in (ScalingSettings("none"), ScalingSettings("ls", start=0.95), ScalingSettings("rezero")):
+        assert training_note(scaling, 600) == ""
 
 
 def test_more_skips_mean_a_smaller_middle() -> None:

@@ -38,7 +38,15 @@ def print_estimate(config: RunConfig) -> None:
     print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
     print(f"time        about {duration(seconds)} a step, {total}")
     images = "1 random image" if batch == 1 else f"{batch} random images"
-    print(f"            (gradients of {images}, scaled up to batch {config.training.batch_size}; not compiled)")
+    scaled = f", scaled up to batch {config.training.batch_size}" if batch < config.training.batch_size else ""
+    print(f"            (gradients of {images}{scaled}; not compiled)")
+
+
+def estimated_seconds(config: RunConfig) -> float:
+    """Seconds that all steps of a run would take on this machine, without compilation."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, conditioning, _ = _expected_data(config)
+    return _seconds_per_step(config, shape, conditioning, device)[0] * config.training.steps
 
 
 def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
@@ -79,8 +87,14 @@ def _text_dim(encoder: str) -> int:
 def _seconds_per_step(
     config: RunConfig, shape: Shape, conditioning: Conditioning, device: torch.device
 ) -> tuple[float, int]:
-    """Seconds for the gradients of a whole batch, scaled up from a few random images; and how many those were."""
-    size = min(1 if device.type == "cpu" else 16, config.training.batch_size)
+    """Seconds for the gradients of a whole batch, if slow scaled up from a few random images; and how many those were."""
+    size, batch = min(1 if device.type == "cpu" else 16, config.training.batch_size), config.training.batch_size
+    seconds = _seconds_of(size, config, shape, conditioning, device) * batch / size
+    return (seconds, size) if seconds > 5 else (_seconds_of(batch, config, shape, conditioning, device), batch)
+
+
+def _seconds_of(size: int, config: RunConfig, shape: Shape, conditioning: Conditioning, device: torch.device) -> float:
+    """Seconds for the gradients of this many random images."""
     model, objective = build_model(config, shape, conditioning).to(device), build_objective(config)
     index = torch.arange(size, device=device)
     t, noise = draw_time_and_noise(objective.process, 0, index, shape)
@@ -101,4 +115,4 @@ def _seconds_per_step(
     seconds = timeit.timeit(gradients, number=1)
     if seconds < 1:  # the first call may be slower
         seconds = min(timeit.repeat(gradients, number=1, repeat=3))
-    return seconds * config.training.batch_size / size, size
+    return seconds

@@ -100,16 +100,22 @@ def main(arguments: list[str]) -> None:
     from scalelong.evaluation.evaluate import EvaluationObserver, check_count
     from scalelong.evaluation.extractors import check_extractor
     from scalelong.stability import OscillationProbe
+    from scalelong.stability.kappa import training_note
     from scalelong.training import Trainer
     from scalelong.training.validation import ValidationObserver
 
     check_extractor(command.evaluate_extractor)
     evaluation = replace(settings.sampling, count=command.evaluate_samples)
     check_count(evaluation)
+    note = training_note(settings.scaling, settings.training.steps)
     if command.dry_run:
         print_estimate(settings)
+        if note:
+            print(f"scaling     {note}")
         return
     trainer = Trainer(settings, folder)
+    if note and trainer.ranks.is_main_process:
+        print(note, flush=True)
     if command.probe_every:
         trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=command.probe_every))
     if command.validate_every:

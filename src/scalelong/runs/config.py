@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +39,15 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
     >>> from_yaml("mine.yaml").training.steps
     10
     """
-    content = read_yaml(Path(path))
-    base, where = base or RunConfig(), str(path)
+    return with_settings(base or RunConfig(), read_yaml(Path(path)), str(path))
+
+
+def with_settings(base: RunConfig, content: Any, where: str) -> RunConfig:
+    """`base` with the settings of a mapping of sections, {"training": {"steps": 10}}; errors begin with `where`.
+
+    >>> with_settings(RunConfig(), {"training": {"steps": 10}}, "mine").training.steps
+    10
+    """
     known, parts, values = dotted(base), list(vars(base)), {}
     for part, settings in _mapping({} if content is None else content, where).items():
         if part not in parts:
@@ -46,6 +56,8 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
             if (key := f"{part}.{name}") not in known:
                 raise SettingError(f"{where}: unknown key {short(key)}; {did_you_mean(key, known)}correct or remove it")
             values[key] = value
+    if not values:
+        return base
     if (config := _parsed(base, values)) is not None:
         try:
             return check_settings(config)
@@ -80,10 +92,11 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
         if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
             return None  # may have more digits than Python prints
         arguments += [f"--{key}", *map(str, value)] if isinstance(value, (list, tuple)) else [f"--{key}={value}"]
-    try:
-        return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
-    except SystemExit:
-        return None
+    with redirect_stderr(StringIO()):  # console_outputs=False leaves tyro's box for a value of the wrong type
+        try:
+            return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
+        except SystemExit:
+            return None
 
 
 def _is_plain_number(value: Any) -> bool:
@@ -97,6 +110,12 @@ class _PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not allowed in settings")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        counts = Counter(key.value for key, _ in node.value if isinstance(key.value, str))
+        if twice := [key for key, count in counts.items() if count > 1]:
+            raise yaml.YAMLError(f"the key {short(twice[0])} is given twice")
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> Any:

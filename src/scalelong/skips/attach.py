@@ -85,7 +85,7 @@ class Handle:
 @unchanged_on_error
 def apply(
     model: nn.Module,
-    method: str = "cs",
+    method: str,
     *,
     example: Any = None,
     placement: Placement = "before",

@@ -2,7 +2,7 @@
 
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
-kappa of CS. No rule chose better than 0.7 (experiments/auto_kappa.py). The long runs have the unscaled network ahead up to
+kappa of CS. No rule chose better than 0.7 (experiments/auto-kappa). The long runs have the unscaled network ahead up to
 `CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): 0.7 for longer runs, no scaling for shorter ones.
 """
 
@@ -23,6 +23,7 @@ from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
 from scalelong.files import atomic_write
 from scalelong.report.colours import BLUE, ORANGE, PINK
+from scalelong.runs.settings import ScalingSettings
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
@@ -99,13 +100,39 @@ class Recommendation:
     @property
     def advice(self) -> str:
         """What to use for the length of the training."""
-        early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
-        late = "after that CS was at most 0.2% ahead in training loss and ended level: expect no clear gain"
-        if self.steps is None:
-            return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
-        if self.steps < CROSSOVER:
-            return f"But {early}: for {self.steps:,} steps, no scaling (kappa = 1) is recommended."
-        return f"For {self.steps:,} steps {USUAL_KAPPA:g} is recommended: {early}; {late}."
+        return advice(self.steps)
+
+
+def advice(steps: int | None) -> str:
+    """What to use for a training of this length, if it is known; by the study of docs/should-i-use-it.md.
+
+    >>> advice(600)
+    'But before about 30,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
+    """
+    early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
+    late = (
+        "after that CS was at most 0.2% ahead in training loss and ended level, no more than two unscaled runs differ "
+        "by: expect no clear gain"
+    )
+    if steps is None:
+        return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
+    if steps < CROSSOVER:
+        return f"But {early}: for {steps:,} steps, no scaling (kappa = 1) is recommended."
+    return f"For {steps:,} steps {USUAL_KAPPA:g} is recommended: {early}; {late}."
+
+
+def training_note(scaling: ScalingSettings, steps: int) -> str:
+    """What the study expects of a training, in one line; empty for scalings that it has not compared.
+
+    >>> training_note(ScalingSettings("none"), 600)
+    ''
+    """
+    if scaling.method not in ("cs", "ls") or (scaling.method == "ls" and scaling.start is not None):
+        return ""
+    usual = {"cs": f"--kappa {USUAL_KAPPA:g}", "ls": f"--method cs --kappa {USUAL_KAPPA:g}"}[scaling.method]
+    change = "" if steps < CROSSOVER or scaling.label == f"cs {USUAL_KAPPA:g}" else f"{usual}, or "
+    said = advice(steps).removeprefix("But ").rstrip(".")
+    return f"{scaling.label}: {said} ({change}--method none; docs/should-i-use-it.md)"
 
 
 def recommend_kappa(
