@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).with_name("study")))
 
 import variants
 from network import Spec, build_model, read_images
-from piece import mps, prepare_data
+from piece import code_commit, mps, prepare_data
 from train import Trainer
 from weights import Weights
 
@@ -41,7 +41,7 @@ from scalelong.stability.transfer import RESULTS, Point, optima, plot, summary
 RATES = tuple(2.0**power for power in range(-14, -5))
 KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESS = 2.0**-9  # where the search starts, at base width
-SEEDED = 256  # widths up to this one have every seed and every rate; wider ones the first seed
+EVERY = 256  # up to this width every rate is trained with the first seed
 AROUND = 2  # values on either side of the best that are trained where not all are
 # Of the study's training step on an H200, in teraflops: 141 measured at width 256 with several runs at once, others supposed.
 SPEED = {128: 90, 256: 141, 512: 180, 1024: 220}
@@ -177,10 +177,10 @@ def jobs(options: argparse.Namespace, folder: Path, data: str, deadline: float) 
                 heads=width // options.head, depth=options.depth, patch=options.patch, batch=options.batch_size,
                 steps=options.steps, warmup=max(1, options.steps // 10), train_images=64, test_images=1,
             )  # fmt: skip
-            seeds = tuple(options.seeds[: None if width <= SEEDED else 1])
+            seeds = tuple(options.seeds[: None if width <= options.seeded else 1])
             if options.what == "rates":
                 guess = GUESS * (1 if kind == "mup" else options.widths[0] / width)
-                found.append(Job(kind, "lr", tuple(options.rates), seeds, width <= SEEDED, 1.0, guess, spec))
+                found.append(Job(kind, "lr", tuple(options.rates), seeds, width <= EVERY, 1.0, guess, spec))
             else:
                 found.append(Job(kind, "kappa", KAPPAS, seeds, True, rate, 0.7, spec))
     return found
@@ -227,6 +227,7 @@ def run(options: argparse.Namespace) -> int:
             time.sleep(1)
             store(folder)
     points = store(folder)
+    write_text(folder / "meta.json", json.dumps(about(options, time.time() - begun), indent=1) + "\n")
     failed = [job.name for job, process in running if process.returncode]
     for name in failed:
         print(f"{name} failed:\n" + "\n".join((folder / f"{name}.log").read_text().splitlines()[-5:]), file=sys.stderr)
@@ -240,6 +241,20 @@ def store(folder: Path) -> list[Point]:
     points = read_results(folder)
     write_text(folder / RESULTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
     return points
+
+
+def about(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What the results were made with."""
+    kept = ("widths", "steps", "batch_size", "seeds", "seeded", "rates", "depth", "patch", "head")
+    return {
+        "command": f"python experiments/transfer_cifar10.py {options.what} --steps {options.steps}",
+        "commit": code_commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "minutes": round(seconds / 60, 1),
+        "settings": {key: getattr(options, key) for key in kept},
+    }
 
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
@@ -258,6 +273,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--rate", type=float, default=0.0, help="of kappas; default: muP's best")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeded", type=int, default=256, help="wider networks are trained with the first seed only")
     parser.add_argument("--dry", action="store_true", help="only print the expected time")
     parser.add_argument("--tiny", action="store_true", help="a small network for 20 steps, one process at a time")
     options = parser.parse_args(given)
