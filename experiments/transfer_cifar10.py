@@ -42,7 +42,6 @@ RATES = tuple(2.0**power for power in range(-14, -5))
 KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESS = 2.0**-9  # where the search starts, at base width
 EVERY = 256  # up to this width every rate is trained with the first seed
-AROUND = 2  # values on either side of the best that are trained where not all are
 # Of the study's training step on an H200, in teraflops: 141 measured at width 256 with several runs at once, others supposed.
 SPEED = {128: 90, 256: 141, 512: 180, 1024: 220}
 STARTUP = 90  # seconds until all processes have compiled and captured
@@ -57,6 +56,7 @@ class Job:
     values: tuple[float, ...]
     seeds: tuple[int, ...]
     every: bool  # train every value with the first seed
+    around: int  # values on either side of the best that are trained where not all are
     other: float  # the rate of a sweep over kappa, kappa of one over rates
     guess: float
     spec: Spec
@@ -72,7 +72,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """GPU time that the runs are expected to take."""
-        per_seed = min(2 * AROUND + 1, len(self.values))
+        per_seed = min(2 * self.around + 1, len(self.values))
         runs = (len(self.values) if self.every else per_seed) + per_seed * (len(self.seeds) - 1)
         spec = self.spec
         flops = 6 * 14 * spec.depth * spec.dim**2 * spec.batch * ((32 // spec.patch) ** 2 + 1)
@@ -115,7 +115,7 @@ def next_value(job: Job, losses: dict[float, float], first: bool) -> float | Non
         return min(values, key=lambda value: abs(math.log(value / job.guess)))
     best = values.index(min(losses, key=lambda each: losses[each]) if first else job.guess)
     order = sorted(range(len(values)), key=lambda at: abs(at - best))
-    near = [values[at] for at in order if abs(at - best) <= AROUND or job.every]
+    near = [values[at] for at in order if abs(at - best) <= job.around or job.every]
     return next((value for value in near if value not in losses), None)
 
 
@@ -169,7 +169,7 @@ def jobs(options: argparse.Namespace, folder: Path, data: str, deadline: float) 
     rate = options.rate or best_rate(options.work / "rates") if options.what == "kappas" else 0.0
     for width in sorted(options.widths, reverse=True):
         for kind in ("mup", "standard") if options.what == "rates" else ("mup",):
-            changes: dict[str, Any] = {"mup": options.widths[0]} if kind == "mup" else {}
+            changes: dict[str, Any] = {"mup": options.base} if kind == "mup" else {}
             if options.what == "kappas":
                 changes["rate"] = 1.0
             spec = Spec(
@@ -179,10 +179,11 @@ def jobs(options: argparse.Namespace, folder: Path, data: str, deadline: float) 
             )  # fmt: skip
             seeds = tuple(options.seeds[: None if width <= options.seeded else 1])
             if options.what == "rates":
-                guess = GUESS * (1 if kind == "mup" else options.widths[0] / width)
-                found.append(Job(kind, "lr", tuple(options.rates), seeds, width <= EVERY, 1.0, guess, spec))
+                guess = GUESS * (1 if kind == "mup" else options.base / width)
+                values, every = tuple(options.rates), width <= EVERY
+                found.append(Job(kind, "lr", values, seeds, every, options.around, 1.0, guess, spec))
             else:
-                found.append(Job(kind, "kappa", KAPPAS, seeds, True, rate, 0.7, spec))
+                found.append(Job(kind, "kappa", KAPPAS, seeds, True, options.around, rate, 0.7, spec))
     return found
 
 
@@ -227,7 +228,9 @@ def run(options: argparse.Namespace) -> int:
             time.sleep(1)
             store(folder)
     points = store(folder)
-    write_text(folder / "meta.json", json.dumps(about(options, time.time() - begun), indent=1) + "\n")
+    meta = folder / "meta.json"
+    earlier = json.loads(meta.read_text()) if meta.is_file() else []
+    write_text(meta, json.dumps([*earlier, about(options, time.time() - begun)], indent=1) + "\n")
     failed = [job.name for job, process in running if process.returncode]
     for name in failed:
         print(f"{name} failed:\n" + "\n".join((folder / f"{name}.log").read_text().splitlines()[-5:]), file=sys.stderr)
@@ -244,8 +247,8 @@ def store(folder: Path) -> list[Point]:
 
 
 def about(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What the results were made with."""
-    kept = ("widths", "steps", "batch_size", "seeds", "seeded", "rates", "depth", "patch", "head")
+    """What one command was run with; meta.json holds that of all which added results."""
+    kept = ("base", "widths", "steps", "batch_size", "seeds", "seeded", "rates", "around", "depth", "patch", "head")
     return {
         "command": f"python experiments/transfer_cifar10.py {options.what} --steps {options.steps}",
         "commit": code_commit(),
@@ -267,9 +270,9 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=20, help="no run starts after this time")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument(
-        "--widths", type=int, nargs="+", help="128 256 512 1024, of kappas up to 512; the first is the base"
-    )
+    parser.add_argument("--widths", type=int, nargs="+", help="default: 128 256 512 1024, of kappas up to 512")
+    parser.add_argument("--base", type=int, help="base width of muP; default: the first width")
+    parser.add_argument("--around", type=int, default=2, help="values trained on either side of the best")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--rate", type=float, default=0.0, help="of kappas; default: muP's best")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -283,6 +286,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
         options.widths, options.depth, options.patch, options.head = [32, 64], 2, 8, 16
         options.steps, options.batch_size, options.seeds = 20, 4, options.seeds[:2]
         options.rates = [2.0**power for power in (-10, -8, -6)]
+    options.base = options.base or options.widths[0]
     return options
 
 
