@@ -100,7 +100,10 @@ class Recommendation:
     def advice(self) -> str:
         """What to use for the length of the training."""
         early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
-        late = "after that CS was at most 0.2% ahead in training loss and ended level: expect no clear gain"
+        late = (
+            "after that CS was at most 0.2% ahead in training loss and ended level, no more than two unscaled runs differ "
+            "by: expect no clear gain"
+        )
         if self.steps is None:
             return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
         if self.steps < CROSSOVER:
