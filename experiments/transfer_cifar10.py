@@ -2,13 +2,13 @@
 
     python experiments/transfer_cifar10.py rates --data FOLDER     # widths 128 to 1024, nine rates; three seeds up to 256
     python experiments/transfer_cifar10.py kappas --data FOLDER    # then, at muP's best rate: does the best kappa transfer?
-    python experiments/transfer_cifar10.py plot                    # docs/assets/transfer-*.png and the tables
+    python experiments/transfer_cifar10.py plot                    # docs/assets/transfer-*.png and the best values
     python experiments/transfer_cifar10.py rates --tiny            # minutes on a CPU, on random images
 
 Every parametrization and width is one process, all at once under CUDA MPS. It captures its training step once (the study's,
 `study/train.py`) and trains one run after another with other rates and seeds: first where the loss falls, then around the
 best. Results are written after every run; the same command again trains what is missing. kappa is the size and the rate of
-the weights behind skips, which under Adam is CS.
+the weights behind skips, which under Adam is CS. `plot` reads experiments/results/transfer, or the folder given with --work.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ RATES = tuple(2.0**power for power in range(-14, -5))
 KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESS = 2.0**-9  # where the search starts, at base width
 EVERY = 256  # up to this width every rate is trained with the first seed
-# Of the study's training step on an H200, in teraflops: 141 measured at width 256 with several runs at once, others supposed.
-SPEED = {128: 90, 256: 141, 512: 180, 1024: 220}
+STORED = Path(__file__).parent / "results" / "transfer"
+# Of the study's training step on an H200 with several runs at once, in teraflops; 512 and 1024 together, 128 supposed.
+SPEED = {128: 90, 256: 141, 512: 277, 1024: 277}
 STARTUP = 90  # seconds until all processes have compiled and captured
 
 
@@ -196,7 +197,9 @@ def best_rate(folder: Path) -> float:
 
 
 def read_results(folder: Path) -> list[Point]:
-    return [point for path in sorted(folder.glob("*.jsonl")) for point in read_points(path)]
+    """All runs that are stored, narrow networks first."""
+    found = [point for path in folder.glob("*.jsonl") for point in read_points(path)]
+    return sorted(found, key=lambda point: (point.parametrization, point.width, point.lr, point.kappa, point.seed))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -248,16 +251,31 @@ def store(folder: Path) -> list[Point]:
 
 def about(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """What one command was run with; meta.json holds that of all which added results."""
-    kept = ("base", "widths", "steps", "batch_size", "seeds", "seeded", "rates", "around", "depth", "patch", "head")
+    kept = [
+        "steps",
+        "batch_size",
+        "base",
+        "widths",
+        *(["rates"] if options.what == "rates" else []),
+        "around",
+        "seeds",
+        "seeded",
+    ]
+    kept += ["rate"] if options.what == "kappas" else []
+    given = [f"--{key.replace('_', '-')} {_words(getattr(options, key))}" for key in kept if getattr(options, key)]
     return {
-        "command": f"python experiments/transfer_cifar10.py {options.what} --steps {options.steps}",
+        "command": f"python experiments/transfer_cifar10.py {options.what} {' '.join(given)}",
         "commit": code_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "minutes": round(seconds / 60, 1),
-        "settings": {key: getattr(options, key) for key in kept},
+        "network": f"U-ViT, depth {options.depth}, patch {options.patch}, heads of {options.head} channels",
     }
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
@@ -265,7 +283,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("what", choices=("rates", "kappas", "plot", "work"))
     parser.add_argument("job", nargs="?", type=Path, help="of `work`, which the others start")
     parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
-    parser.add_argument("--work", type=Path, default=Path("runs/transfer"))
+    parser.add_argument("--work", type=Path, help="default: runs/transfer, of plot experiments/results/transfer")
     parser.add_argument("--out", type=Path, default=Path("docs/assets"))
     parser.add_argument("--minutes", type=float, default=20, help="no run starts after this time")
     parser.add_argument("--steps", type=int, default=2500)
@@ -287,6 +305,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
         options.steps, options.batch_size, options.seeds = 20, 4, options.seeds[:2]
         options.rates = [2.0**power for power in (-10, -8, -6)]
     options.base = options.base or options.widths[0]
+    options.work = options.work or (STORED if options.what == "plot" else Path("runs/transfer"))
     return options
 
 

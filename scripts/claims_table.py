@@ -18,7 +18,7 @@ from scalelong.report.speedup import Curve, describe, speed_up
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "study"))
 
-from plot import AGAIN, BASELINE, baselines  # noqa: E402
+from plot import AGAIN, BASELINE, baselines
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 QUEUED = "not measured at a length that decides; queued in `experiments/study/queue.yaml`"

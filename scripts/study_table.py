@@ -144,8 +144,8 @@ def repeat(found: Mapping[str, list[Pair]]) -> str:
         return ""
     loss, fid, base, _ = at_end(found[AGAIN], last_step(found[AGAIN]))
     return (
-        f" Two unscaled runs of one seed, trained with different kernels, differ by {abs(loss):.2f}% and by FID {fid:.1f} "
-        f"against {base:.1f}: smaller differences are noise."
+        f" Two unscaled runs of one seed that differ in their kernels alone end {abs(loss):.2f}% apart, with FID {fid:.1f} "
+        f"and {base:.1f}: smaller differences are no evidence."
     )
 
 
@@ -276,7 +276,9 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
     if mild := found.get(MILD):
         ahead = all(pair.loss[pair.last] < -LEVEL_LOSS for pair in mild)
         use = "no scaling" if not ahead else "LS with `start=0.95`" if len(mild) > 1 else "try LS with `start=0.95`"
-        said = f"LS with `start=0.95` ends {_verdict(mild)}: {outcome(mild)}; never behind by more than {worst(mild):.2f}%"
+        said = (
+            f"LS with `start=0.95` ends {_verdict(mild)}: {outcome(mild)}; never behind by more than {worst(mild):.2f}%"
+        )
         rows.insert(
             0, ("U-ViT of width 256, depth 12; batch 128, rate 2e-4; any length up to 100,000 steps", use, said)
         )
