@@ -16,7 +16,8 @@ from typing import Any
 import matplotlib
 from results import RESULTS, read_meta, read_rows
 
-from scalelong.report.colours import colour
+from scalelong.report.colours import GREEN
+from scalelong.report.colours import colour as colour_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,6 +28,10 @@ TRAINING = ("process", "optimizer", "ema", "data", "precision")  # what two prot
 FIRST = 4000  # earlier steps are not drawn
 Curve = dict[int, float]  # value by step
 Key = tuple[str, int]  # method, seed
+
+
+def colour(method: str) -> str:
+    return GREEN if method == "ls start=0.95" else colour_of(method)
 
 
 def curves(rows: Sequence[Mapping[str, str]], column: str) -> dict[Key, Curve]:
@@ -140,7 +145,7 @@ def _style(method: str, seed: int) -> dict[str, Any]:
     """Colour by method, dashes by seed."""
     return {
         "color": colour(method),
-        "linestyle": DASHES[seed % len(DASHES)],
+        "linestyle": "-." if method == AGAIN else DASHES[seed % len(DASHES)],
         "linewidth": 1.4,
         "label": f"{method}, seed {seed}",
     }
