@@ -2,13 +2,13 @@
 
     python experiments/transfer_cifar10.py rates --data FOLDER     # widths 128 to 1024, nine rates; three seeds up to 256
     python experiments/transfer_cifar10.py kappas --data FOLDER    # then, at muP's best rate: does the best kappa transfer?
-    python experiments/transfer_cifar10.py plot                    # docs/assets/transfer-*.png and the tables
+    python experiments/transfer_cifar10.py plot                    # docs/assets/transfer-*.png and the best values
     python experiments/transfer_cifar10.py rates --tiny            # minutes on a CPU, on random images
 
 Every parametrization and width is one process, all at once under CUDA MPS. It captures its training step once (the study's,
 `study/train.py`) and trains one run after another with other rates and seeds: first where the loss falls, then around the
 best. Results are written after every run; the same command again trains what is missing. kappa is the size and the rate of
-the weights behind skips, which under Adam is CS.
+the weights behind skips, which under Adam is CS. `plot` reads experiments/results/transfer, or the folder given with --work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).with_name("study")))
 
 import variants
 from network import Spec, build_model, read_images
-from piece import mps, prepare_data
+from piece import code_commit, mps, prepare_data
 from train import Trainer
 from weights import Weights
 
@@ -41,10 +41,10 @@ from scalelong.stability.transfer import RESULTS, Point, optima, plot, summary
 RATES = tuple(2.0**power for power in range(-14, -5))
 KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESS = 2.0**-9  # where the search starts, at base width
-SEEDED = 256  # widths up to this one have every seed and every rate; wider ones the first seed
-AROUND = 2  # values on either side of the best that are trained where not all are
-# Of the study's training step on an H200, in teraflops: 141 measured at width 256 with several runs at once, others supposed.
-SPEED = {128: 90, 256: 141, 512: 180, 1024: 220}
+EVERY = 256  # up to this width every rate is trained with the first seed
+STORED = Path(__file__).parent / "results" / "transfer"
+# Of the study's training step on an H200 with several runs at once, in teraflops; 512 and 1024 together, 128 supposed.
+SPEED = {128: 90, 256: 141, 512: 277, 1024: 277}
 STARTUP = 90  # seconds until all processes have compiled and captured
 
 
@@ -57,6 +57,7 @@ class Job:
     values: tuple[float, ...]
     seeds: tuple[int, ...]
     every: bool  # train every value with the first seed
+    around: int  # values on either side of the best that are trained where not all are
     other: float  # the rate of a sweep over kappa, kappa of one over rates
     guess: float
     spec: Spec
@@ -72,7 +73,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """GPU time that the runs are expected to take."""
-        per_seed = min(2 * AROUND + 1, len(self.values))
+        per_seed = min(2 * self.around + 1, len(self.values))
         runs = (len(self.values) if self.every else per_seed) + per_seed * (len(self.seeds) - 1)
         spec = self.spec
         flops = 6 * 14 * spec.depth * spec.dim**2 * spec.batch * ((32 // spec.patch) ** 2 + 1)
@@ -115,7 +116,7 @@ def next_value(job: Job, losses: dict[float, float], first: bool) -> float | Non
         return min(values, key=lambda value: abs(math.log(value / job.guess)))
     best = values.index(min(losses, key=lambda each: losses[each]) if first else job.guess)
     order = sorted(range(len(values)), key=lambda at: abs(at - best))
-    near = [values[at] for at in order if abs(at - best) <= AROUND or job.every]
+    near = [values[at] for at in order if abs(at - best) <= job.around or job.every]
     return next((value for value in near if value not in losses), None)
 
 
@@ -169,7 +170,7 @@ def jobs(options: argparse.Namespace, folder: Path, data: str, deadline: float) 
     rate = options.rate or best_rate(options.work / "rates") if options.what == "kappas" else 0.0
     for width in sorted(options.widths, reverse=True):
         for kind in ("mup", "standard") if options.what == "rates" else ("mup",):
-            changes: dict[str, Any] = {"mup": options.widths[0]} if kind == "mup" else {}
+            changes: dict[str, Any] = {"mup": options.base} if kind == "mup" else {}
             if options.what == "kappas":
                 changes["rate"] = 1.0
             spec = Spec(
@@ -177,12 +178,13 @@ def jobs(options: argparse.Namespace, folder: Path, data: str, deadline: float) 
                 heads=width // options.head, depth=options.depth, patch=options.patch, batch=options.batch_size,
                 steps=options.steps, warmup=max(1, options.steps // 10), train_images=64, test_images=1,
             )  # fmt: skip
-            seeds = tuple(options.seeds[: None if width <= SEEDED else 1])
+            seeds = tuple(options.seeds[: None if width <= options.seeded else 1])
             if options.what == "rates":
-                guess = GUESS * (1 if kind == "mup" else options.widths[0] / width)
-                found.append(Job(kind, "lr", tuple(options.rates), seeds, width <= SEEDED, 1.0, guess, spec))
+                guess = GUESS * (1 if kind == "mup" else options.base / width)
+                values, every = tuple(options.rates), width <= EVERY
+                found.append(Job(kind, "lr", values, seeds, every, options.around, 1.0, guess, spec))
             else:
-                found.append(Job(kind, "kappa", KAPPAS, seeds, True, rate, 0.7, spec))
+                found.append(Job(kind, "kappa", KAPPAS, seeds, True, options.around, rate, 0.7, spec))
     return found
 
 
@@ -195,7 +197,9 @@ def best_rate(folder: Path) -> float:
 
 
 def read_results(folder: Path) -> list[Point]:
-    return [point for path in sorted(folder.glob("*.jsonl")) for point in read_points(path)]
+    """All runs that are stored, narrow networks first."""
+    found = [point for path in folder.glob("*.jsonl") for point in read_points(path)]
+    return sorted(found, key=lambda point: (point.parametrization, point.width, point.lr, point.kappa, point.seed))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -227,6 +231,9 @@ def run(options: argparse.Namespace) -> int:
             time.sleep(1)
             store(folder)
     points = store(folder)
+    meta = folder / "meta.json"
+    earlier = json.loads(meta.read_text()) if meta.is_file() else []
+    write_text(meta, json.dumps([*earlier, about(options, time.time() - begun)], indent=1) + "\n")
     failed = [job.name for job, process in running if process.returncode]
     for name in failed:
         print(f"{name} failed:\n" + "\n".join((folder / f"{name}.log").read_text().splitlines()[-5:]), file=sys.stderr)
@@ -242,22 +249,52 @@ def store(folder: Path) -> list[Point]:
     return points
 
 
+def about(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What one command was run with; meta.json holds that of all which added results."""
+    kept = [
+        "steps",
+        "batch_size",
+        "base",
+        "widths",
+        *(["rates"] if options.what == "rates" else []),
+        "around",
+        "seeds",
+        "seeded",
+    ]
+    kept += ["rate"] if options.what == "kappas" else []
+    given = [f"--{key.replace('_', '-')} {_words(getattr(options, key))}" for key in kept if getattr(options, key)]
+    return {
+        "command": f"python experiments/transfer_cifar10.py {options.what} {' '.join(given)}",
+        "commit": code_commit(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "minutes": round(seconds / 60, 1),
+        "network": f"U-ViT, depth {options.depth}, patch {options.patch}, heads of {options.head} channels",
+    }
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("what", choices=("rates", "kappas", "plot", "work"))
     parser.add_argument("job", nargs="?", type=Path, help="of `work`, which the others start")
     parser.add_argument("--data", type=Path, help="folder with the CIFAR-10 files; default: the library's cache")
-    parser.add_argument("--work", type=Path, default=Path("runs/transfer"))
+    parser.add_argument("--work", type=Path, help="default: runs/transfer, of plot experiments/results/transfer")
     parser.add_argument("--out", type=Path, default=Path("docs/assets"))
     parser.add_argument("--minutes", type=float, default=20, help="no run starts after this time")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument(
-        "--widths", type=int, nargs="+", help="128 256 512 1024, of kappas up to 512; the first is the base"
-    )
+    parser.add_argument("--widths", type=int, nargs="+", help="default: 128 256 512 1024, of kappas up to 512")
+    parser.add_argument("--base", type=int, help="base width of muP; default: the first width")
+    parser.add_argument("--around", type=int, default=2, help="values trained on either side of the best")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--rate", type=float, default=0.0, help="of kappas; default: muP's best")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeded", type=int, default=256, help="wider networks are trained with the first seed only")
     parser.add_argument("--dry", action="store_true", help="only print the expected time")
     parser.add_argument("--tiny", action="store_true", help="a small network for 20 steps, one process at a time")
     options = parser.parse_args(given)
@@ -267,6 +304,8 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
         options.widths, options.depth, options.patch, options.head = [32, 64], 2, 8, 16
         options.steps, options.batch_size, options.seeds = 20, 4, options.seeds[:2]
         options.rates = [2.0**power for power in (-10, -8, -6)]
+    options.base = options.base or options.widths[0]
+    options.work = options.work or (STORED if options.what == "plot" else Path("runs/transfer"))
     return options
 
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from scalelong.report.speedup import Curve, describe, speed_up
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "study"))
+
+from plot import AGAIN, BASELINE, baselines
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 QUEUED = "not measured at a length that decides; queued in `experiments/study/queue.yaml`"
@@ -94,10 +99,11 @@ def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
     what = {"test_loss": "test loss", "fid": "FID-10k"}[column]
     for piece, own in pieces.items():
         curves = _curves(own, column)
-        base = {seed: curve for (method, seed), curve in curves.items() if method == "none"}
+        base = {key: (name, str(seed)) for key, (name, seed) in baselines(own).items()}
         said, behind, seeds = [], [], set()
-        for method in dict.fromkeys(method for method, _ in curves if method != "none"):
-            pairs = {seed: (curve, base[seed]) for (m, seed), curve in curves.items() if m == method and seed in base}
+        for method in dict.fromkeys(method for method, _ in curves if method not in (BASELINE, AGAIN)):
+            mine = {seed: curve for (m, seed), curve in curves.items() if m == method and (m, int(seed)) in base}
+            pairs = {seed: (curve, curves[base[method, int(seed)]]) for seed, curve in mine.items()}
             if (found := speed_up(list(pairs.values()))) is not None:
                 said.append(describe(method, "none", what, found))
                 behind.append(not found.lead.ahead_at_end)

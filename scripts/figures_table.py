@@ -1,4 +1,4 @@
-"""The tables of docs/figures.md, claims.md, should-i-use-it.md and reproduce.md from the results of the experiments.
+"""The tables of docs/figures.md, claims.md, should-i-use-it.md, mup.md and reproduce.md from the results of the experiments.
 
 python scripts/figures_table.py            # writes them
 python scripts/figures_table.py --check    # fails if they are not those of the results
@@ -7,6 +7,7 @@ python scripts/figures_table.py --check    # fails if they are not those of the 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -16,7 +17,13 @@ from typing import Any
 
 from claims_table import command, overview
 
+from scalelong.stability.transfer import optima, summary
+
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from experiments.transfer_cifar10 import STORED, read_results  # noqa: E402
+
 RESULTS, DOCS = ROOT / "experiments" / "results", ROOT / "docs"
 FIGURES = (
     "fig01-oscillation",
@@ -110,6 +117,29 @@ def rules_table() -> str:
     return "\n".join(lines)
 
 
+def transfer_table(over: str) -> str:
+    """The best rate or kappa at every width, over all seeds and for each of them, and the loss at the base's best."""
+    points = read_results(STORED / {"lr": "rates", "kappa": "kappas"}[over])
+    names, base = {"mup": "muP", "standard": "standard"}, optima(points, over)[0].best
+
+    def shown(value: float) -> str:
+        return f"2^{math.log2(value):.0f}" if over == "lr" else f"{value:g}"
+
+    lines = [
+        f"| | width | best {over} | loss | seeds | best of each seed | loss of each seed at {shown(base)} |",
+        f"|{'---|' * 7}",
+    ]
+    for each in optima(points, over):
+        mine = [p for p in points if (p.parametrization, p.width) == (each.parametrization, each.width)]
+        seeds = [[p for p in mine if p.seed == seed] for seed in sorted({p.seed for p in mine})]
+        best = ", ".join(shown(found.best) for own in seeds for found in optima(own, over))
+        there = ", ".join(f"{p.loss:.4f}" for own in seeds for p in own if getattr(p, over) == base and p.loss)
+        cells = (names[each.parametrization], each.width, shown(each.best), f"{each.loss:.4f}", each.seeds, best, there)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    said = [line.split(maxsplit=1) for line in summary(points, over).splitlines() if "moves by" in line]
+    return "\n".join([*lines, "", *(f"- {names[kind]}: {text}." for kind, text in said)])
+
+
 def _escaped(text: str) -> str:
     return text.replace("|", "&#124;").replace("*", "&#42;") if "**" not in text else text
 
@@ -141,6 +171,8 @@ def main() -> None:
         fill(DOCS / "figures.md", name, claims_table(name))
     fill(DOCS / "claims.md", "overview", overview())
     fill(DOCS / "should-i-use-it.md", "rules", rules_table())
+    for over in ("lr", "kappa"):
+        fill(DOCS / "mup.md", f"transfer over {over}", transfer_table(over))
     for folder, columns in MEASURED.items():
         fill(DOCS / "reproduce.md", folder, measured_table(folder, columns))
 

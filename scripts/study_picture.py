@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from figures_table import DOCS
 from matplotlib.figure import Figure
 from PIL import Image
-from study_table import MILD, NAMES, Pair, as_range, name
+from study_table import AGAIN, MILD, NAMES, Pair, as_range, name
 
 from scalelong.report.colours import GREEN
 from scalelong.report.colours import colour as colour_of
@@ -16,7 +16,7 @@ PICTURE = DOCS / "assets" / "study.png"
 
 
 def colour(method: str) -> str:
-    return GREEN if method == MILD else colour_of(method)
+    return GREEN if method == MILD else colour_of("none" if method == AGAIN else method)
 
 
 def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
@@ -25,11 +25,12 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     left.axhline(0, color=colour("none"), linewidth=2, label=NAMES["none"])
     order = sorted(found, key=[*NAMES, *found].index)
-    shown = {method: found[method] for method in order if len(found[method]) > 1 or method == MILD}
+    shown = {method: found[method] for method in order if len(found[method]) > 1 or method in (MILD, AGAIN)}
     for method, each in shown.items():
         for i, pair in enumerate(each):
             steps = [step for step in sorted(pair.loss) if step >= 8_000]
             style = {"color": colour(method), "linewidth": 1.8, "alpha": 0.95 if pair.seed else 0.6}
+            style |= {"linestyle": ":"} if method == AGAIN else {}
             left.plot(steps, [pair.loss[step] for step in steps], label=None if i else name(method), **style)
             at = pair.level_at
             if at is not None and method == "cs kappa=0.7":
@@ -43,12 +44,12 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
         )
     left.set(ylim=(-0.5, 1.5), xlim=(8_000, None))
     left.set_title("training loss, % above the unscaled network's", fontsize=11, loc="left")
-    bases = {pair.seed: pair.base_fid for each in shown.values() for pair in each}
+    bases = {pair.seed: pair.base_fid for method, each in shown.items() if method != MILD for pair in each}
     lines = [("none", seed, curve) for seed, curve in bases.items()]
     lines += [(method, pair.seed, pair.fid) for method, each in shown.items() for pair in each]
     for method, seed, curve in lines:
         style = {"color": colour(method), "markersize": 5, "linewidth": 1.8, "alpha": 0.95 if seed else 0.6}
-        right.plot(list(curve), list(curve.values()), "o-", **style)
+        right.plot(list(curve), list(curve.values()), "o:" if method == AGAIN else "o-", **style)
     right.set_yscale("log")
     right.set_yticks((30, 40, 60, 80, 100), labels=("30", "40", "60", "80", "100"))
     right.minorticks_off()

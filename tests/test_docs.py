@@ -177,6 +177,16 @@ def test_a_wrong_number_in_the_readme_would_be_noticed(tmp_path: Path, monkeypat
         figures_table.fill(page, "headline", "FID 32.3")
 
 
+def test_what_is_called_level_is_what_two_unscaled_runs_differ_by() -> None:
+    import study_table
+
+    found = study_table.pairs()
+    loss, fid, base, _ = study_table.at_end(found[study_table.AGAIN], study_table.last_step(found[study_table.AGAIN]))
+    assert (round(abs(loss), 1), round(abs(fid - base), 1)) == (study_table.LEVEL_LOSS, study_table.LEVEL_FID)
+    (mild,) = found[study_table.MILD]
+    assert mild.base_fid == found[study_table.AGAIN][0].fid  # the unscaled run of the same kernels
+
+
 def test_the_advice_of_kappa_is_that_of_the_study() -> None:
     import study_table
 

@@ -72,9 +72,12 @@ def code_commit() -> str:
 
 @contextmanager
 def mps(folder: Path) -> Iterator[dict[str, str]]:
-    """Start CUDA MPS, so that kernels of several processes overlap; yields the environment of its clients."""
+    """Start CUDA MPS, so that kernels of several processes overlap; yields the environment of its clients.
+
+    Where CUDA_MPS_PIPE_DIRECTORY is set, the daemon that runs there is used.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield {}
         return
     folder.mkdir(parents=True, exist_ok=True)

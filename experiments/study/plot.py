@@ -1,4 +1,4 @@
-"""Draw the study's curves: loss relative to the unscaled run of the same seed, with crossovers, and FID.
+"""Draw the study's curves: loss relative to the unscaled run of the same seed and kernels, with crossovers, and FID.
 
     python experiments/study/plot.py    # experiments/results/study/curves.csv -> curves.png beside it, and a table
 
@@ -16,17 +16,23 @@ from typing import Any
 import matplotlib
 from results import RESULTS, read_meta, read_rows
 
-from scalelong.report.colours import colour
+from scalelong.report.colours import GREEN
+from scalelong.report.colours import colour as colour_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-BASELINE, OWN_BASELINE = "none", ("min_snr", "flow", "muon")  # a run with one of these is compared with its own
+BASELINE, AGAIN = "none", "none again=True"  # the unscaled run, and one of the same seed with later kernels
+OWN_BASELINE = ("min_snr", "flow", "muon")  # runs with one of these are compared with an unscaled run with it
 DASHES = ("--", "-", ":")  # by seed
 TRAINING = ("process", "optimizer", "ema", "data", "precision")  # what two protocols must share to be drawn together
 FIRST = 4000  # earlier steps are not drawn
 Curve = dict[int, float]  # value by step
 Key = tuple[str, int]  # method, seed
+
+
+def colour(method: str) -> str:
+    return GREEN if method == "ls start=0.95" else colour_of(method)
 
 
 def curves(rows: Sequence[Mapping[str, str]], column: str) -> dict[Key, Curve]:
@@ -38,8 +44,28 @@ def curves(rows: Sequence[Mapping[str, str]], column: str) -> dict[Key, Curve]:
     return dict(found)
 
 
-def baseline_of(method: str) -> str:
-    """The unscaled run of the same objective and optimizer."""
+def baselines(rows: Sequence[Mapping[str, str]]) -> dict[Key, Key]:
+    """The unscaled run, of the same objective and optimizer, that each run is compared with.
+
+    That of its piece, or else the last of its seed in the table.
+    """
+    own, last = {}, {}
+    for row in rows:
+        if row["method"] == AGAIN or row["method"] == _unscaled(row["method"]):
+            kind, seed = _unscaled(row["method"]), int(row["seed"])
+            last[kind, seed] = row["method"]
+            if row["method"] != AGAIN:
+                own[row["experiment"], kind, seed] = row["method"]
+    found = {}
+    for row in rows:
+        method, seed, kind = row["method"], int(row["seed"]), _unscaled(row["method"])
+        if method != kind and (kind, seed) in last:
+            base = kind if method == AGAIN else own.get((row["experiment"], kind, seed), last[kind, seed])
+            found[method, seed] = (base, seed)
+    return found
+
+
+def _unscaled(method: str) -> str:
     return " ".join([BASELINE, *(word for word in method.split() if word.split("=")[0] in OWN_BASELINE)])
 
 
@@ -84,6 +110,7 @@ def smoothed(curve: Curve, width: int = 5) -> Curve:
 def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Losses relative to the unscaled run of the same seed, and FID."""
     figure, panels = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    bases = baselines(rows)
     for axes, column, title, width in (
         (panels[0, 0], "train_loss", "training loss, mean of 5,000 steps", 5),
         (panels[0, 1], "raw_test_loss", "test loss of the weights, mean of 5 evaluations", 5),
@@ -92,8 +119,8 @@ def draw(rows: Sequence[Mapping[str, str]], path: Path) -> None:
         losses = curves(rows, column)
         axes.axhline(0, color=colour(BASELINE), linewidth=1.2, label=BASELINE)
         for (method, seed), curve in losses.items():
-            if (unscaled := baseline_of(method)) != method and (unscaled, seed) in losses:
-                both = (smoothed(c, width) for c in (curve, losses[unscaled, seed]))
+            if (base := bases.get((method, seed))) in losses:
+                both = (smoothed(c, width) for c in (curve, losses[base]))
                 _draw_relative(axes, relative(*both), method, seed, mark=width > 1)
         axes.set_ylim(-0.8, 1.2)
         axes.set_title(f"{title}: % above none", fontsize=10, loc="left")
@@ -130,7 +157,7 @@ def _style(method: str, seed: int) -> dict[str, Any]:
     """Colour by method, dashes by seed."""
     return {
         "color": colour(method),
-        "linestyle": DASHES[seed % len(DASHES)],
+        "linestyle": "-." if method == AGAIN else DASHES[seed % len(DASHES)],
         "linewidth": 1.4,
         "label": f"{method}, seed {seed}",
     }
@@ -138,7 +165,7 @@ def _style(method: str, seed: int) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
     """Markdown: loss (FID) at the given steps and at the last, where the method is ahead, and its speed-up."""
-    losses, fids = curves(rows, "test_loss"), curves(rows, "fid")
+    losses, fids, bases = curves(rows, "test_loss"), curves(rows, "fid"), baselines(rows)
     lines = [
         "| method | seed | " + " | ".join(f"{step // 1000}k" for step in steps) + " | last | ahead at | speed-up |"
     ]
@@ -147,8 +174,8 @@ def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
         scores, last = fids.get((method, seed), {}), max(curve)
         cells = [_cell(curve, scores, step) for step in steps]
         cells.append(f"{_cell(curve, scores, last)} at {last}")
-        baseline, ahead, faster = losses.get((baseline_of(method), seed), {}), "", None
-        if method != baseline_of(method) and baseline:
+        baseline, ahead, faster = losses.get(bases.get((method, seed), ("", 0)), {}), "", None
+        if baseline:
             ranges = intervals_ahead(relative(curve, baseline))
             ahead = ", ".join(f"{first}-{end}" for first, end in ranges) or "never"
             faster = speed_up(curve, baseline)
@@ -159,15 +186,15 @@ def table(rows: Sequence[Mapping[str, str]], steps: Sequence[int]) -> str:
 
 def window_table(rows: Sequence[Mapping[str, str]], column: str, width: int = 5) -> str:
     """Markdown: loss relative to the unscaled run of the seed, means of `width` evaluations, at every second window."""
-    losses = {key: smoothed(curve, width) for key, curve in curves(rows, column).items()}
+    losses, bases = {key: smoothed(curve, width) for key, curve in curves(rows, column).items()}, baselines(rows)
     ends = sorted({step for curve in losses.values() for step in curve if step % 10_000 == 0})
     lines = [
         f"| {column} | seed | " + " | ".join(f"to {end // 1000}k" for end in ends) + " |",
         "|---" * (len(ends) + 2) + "|",
     ]
     for (method, seed), curve in losses.items():
-        if (unscaled := baseline_of(method)) != method and (unscaled, seed) in losses:
-            found = relative(curve, losses[unscaled, seed])
+        if (base := bases.get((method, seed))) in losses:
+            found = relative(curve, losses[base])
             cells = [f"{found[end]:+.2f}%" if end in found else "" for end in ends]
             lines.append(f"| {method} | {seed} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import yaml
 from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from evaluator import NOISE_BINS
 from piece import to_rgb32
-from plot import intervals_ahead, relative, smoothed, speed_up
+from plot import baselines, intervals_ahead, relative, smoothed, speed_up
 from results import check_joinable, check_paired, collect, merge, outcomes, read_rows, write_rows
 from train import train
 
@@ -187,3 +187,14 @@ def test_grey_images_become_rgb_with_a_margin() -> None:
     assert not found[:, :, :2].any()
     colour = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     assert torch.equal(to_rgb32(colour), colour)
+
+
+def test_a_run_is_compared_with_the_unscaled_one_of_its_piece_or_else_the_last_of_its_seed() -> None:
+    order = [("a", "none", 1), ("a", "ls", 1), ("b", "cs", 1), ("b", "cs", 2), ("c", "none again=True", 1)]
+    rows = [{"experiment": piece, "method": method, "seed": str(seed)} for piece, method, seed in order]
+    assert baselines(rows) == {
+        ("ls", 1): ("none", 1),
+        ("cs", 1): ("none again=True", 1),
+        ("none again=True", 1): ("none", 1),
+    }
+    assert baselines(rows[:4])["cs", 1] == ("none", 1)

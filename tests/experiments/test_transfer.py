@@ -61,6 +61,20 @@ def test_its_step_is_that_of_torch_in_the_librarys_mup(tmp_path, kappa: float) -
     torch.testing.assert_close(trainer.model(x, t), model(x, t), rtol=1e-3, atol=1e-5)
 
 
+def test_the_best_rate_is_that_of_the_narrowest_network(tmp_path) -> None:
+    for width, best in ((1024, 2.0**-12), (128, 2.0**-10)):  # w1024 comes before w128 among the files
+        runs = [{"parametrization": "mup", "width": width, "lr": lr, "kappa": 1.0, "seed": 0, "loss": abs(lr - best)}
+                for lr in (2.0**-10, 2.0**-12)]  # fmt: skip
+        (tmp_path / f"mup-w{width}.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    assert sweep.best_rate(tmp_path) == 2.0**-10
+
+
+def test_a_command_is_recorded_such_that_it_can_be_repeated() -> None:
+    given = ["kappas", "--steps", "40", "--base", "128", "--widths", "256", "--rate", "0.001", "--seeds", "0", "1"]
+    command = sweep.about(sweep.arguments(given), 60.0)["command"].split()
+    assert vars(sweep.arguments(command[2:])) == vars(sweep.arguments(given))
+
+
 @pytest.mark.slow
 def test_it_trains_resumes_summarizes_and_plots(tmp_path, monkeypatch, capsys) -> None:
     for what in ("rates", "kappas", "plot", "rates"):

@@ -133,15 +133,20 @@ def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
     """
     found = []
     for kind, width in dict.fromkeys((point.parametrization, point.width) for point in points):
-        curve = dict(_curve(points, kind, width, over))
-        mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
-        seeds = {value: len({point.seed for point in mine if getattr(point, over) == value}) for value in curve}
-        most = max(seeds.values())
-        finite = {value: loss for value, loss in curve.items() if math.isfinite(loss) and seeds[value] == most}
-        if finite:
-            best = min(finite, key=lambda value: finite[value])
-            found.append(Optimum(kind, width, best, finite[best], most))
+        counted, seeds = _counted(points, kind, width, over)
+        if counted:
+            best = min(counted, key=lambda value: counted[value])
+            found.append(Optimum(kind, width, best, counted[best], seeds))
     return found
+
+
+def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple[dict[float, float], int]:
+    """Mean loss by value, of the values that were trained with the most seeds and did not diverge; and that many seeds."""
+    curve = dict(_curve(points, kind, width, over))
+    mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
+    seeds = {value: len({point.seed for point in mine if getattr(point, over) == value}) for value in curve}
+    most = max(seeds.values())
+    return {v: loss for v, loss in curve.items() if math.isfinite(loss) and seeds[v] == most}, most
 
 
 def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
@@ -174,28 +179,46 @@ def summary(points: Sequence[Point], over: str = "lr") -> str:
 
 
 def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
-    """Loss against the rate (or kappa), one line per width, one panel per parametrization; crosses are the best values."""
+    """Loss against the rate (or kappa), one line per width, one panel per parametrization.
+
+    Thin lines are single seeds; thick ones their means, where all seeds were trained; rings are the best values.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    kinds = list(dict.fromkeys(point.parametrization for point in points))
+    kinds, widths = list(dict.fromkeys(p.parametrization for p in points)), sorted({p.width for p in points})
     figure, axes = plt.subplots(
-        1, len(kinds), sharey=True, squeeze=False, layout="constrained", figsize=(4.6 * len(kinds), 3.6)
+        1, len(kinds), sharey=True, squeeze=False, layout="constrained", figsize=(5.0 * len(kinds) + 1.2, 4.2)
     )
     best = {(each.parametrization, each.width): each for each in optima(points, over)}
+    shades = plt.get_cmap("viridis_r")([0.12 + 0.78 * i / max(len(widths) - 1, 1) for i in range(len(widths))])
+    colours = dict(zip(widths, shades, strict=True))
     axis: Any
     for axis, kind in zip(axes[0], kinds, strict=True):
-        for width in dict.fromkeys(point.width for point in points if point.parametrization == kind):
-            curve = [(value, loss) for value, loss in _curve(points, kind, width, over) if math.isfinite(loss)]
-            (line,) = axis.plot(*zip(*curve, strict=True), marker=".", label=f"width {width}") if curve else (None,)
-            if line is not None:
-                axis.plot(best[kind, width].best, best[kind, width].loss, "x", color=line.get_color(), markersize=9)
-        axis.set(
-            title=kind, xlabel="learning rate" if over == "lr" else over, xscale="log" if over == "lr" else "linear"
-        )
+        for width in widths:
+            if (kind, width) not in best:
+                continue
+            mine = [p for p in points if (p.parametrization, p.width) == (kind, width) and p.loss is not None]
+            for seed in {p.seed for p in mine}:
+                run = sorted((getattr(p, over), p.loss) for p in mine if p.seed == seed)
+                axis.plot(*zip(*run, strict=True), ".-", color=colours[width], alpha=0.35, linewidth=0.8)
+            counted, style = _counted(points, kind, width, over)[0], {"color": colours[width], "linewidth": 2.2}
+            axis.plot(list(counted), list(counted.values()), label=f"width {width}", **style)
+            found, ring = best[kind, width], {"markersize": 12, "markeredgewidth": 2, "markerfacecolor": "none"}
+            axis.plot(found.best, found.loss, "o", color=colours[width], **ring)
+        if over == "lr":
+            axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set(title="muP" if kind == "mup" else kind, xlabel="learning rate" if over == "lr" else over)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes[0][0].yaxis.set_major_formatter("{x:g}")
+    axes[0][0].yaxis.set_minor_locator(NullLocator())
     axes[0][0].set_ylabel("training loss at the end")
-    axes[0][0].legend(fontsize=8)
+    axes[0][0].legend(frameon=False)
     plt.close(figure)
     return save_figure(figure, path)
