@@ -20,9 +20,9 @@ from claims_table import command, overview
 from scalelong.stability.transfer import optima, summary
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "experiments" / "transfer"))
 
-from experiments.transfer_cifar10 import STORED, read_results  # noqa: E402
+from sweep import STORED, read_results  # noqa: E402
 
 RESULTS, DOCS = ROOT / "experiments" / "results", ROOT / "docs"
 FIGURES = (

@@ -72,7 +72,7 @@ class Piece(Recipe):
     ms_per_step: float = 0.0  # per model and step where the arithmetic does not tell, test losses included
     fid_s: float = 0.0  # likewise
     status: str = "open"  # open, done, partial
-    probe_s: float = 0.0  # per run, of linear probes: experiments/features.py runs this piece
+    probe_s: float = 0.0  # per run, of linear probes: experiments/features/features.py runs this piece
 
     @property
     def cost(self) -> float:

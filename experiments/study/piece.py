@@ -181,7 +181,9 @@ def _main(options: argparse.Namespace) -> None:
         print(json.dumps(outcomes(piece, work), indent=1))
         return
     if piece.probe_s:
-        raise StudyError(f"queue.{piece.name}: has linear probes; run python experiments/features.py {piece.name}")
+        raise StudyError(
+            f"queue.{piece.name}: has linear probes; run python experiments/features/features.py {piece.name}"
+        )
     if options.minutes:
         speed = dataclasses.replace(speed, limit_minutes=options.minutes)
     if options.ms_per_step:

@@ -6,13 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import sweep
 import torch
 from network import build_model
 from train import Trainer, training_loss
 from weights import BETAS, WEIGHT_DECAY, Weights
 
 import scalelong
-from experiments import transfer_cifar10 as sweep
 from scalelong import mup
 from tests.experiments.tiny_study import tiny_spec
 

@@ -1,10 +1,10 @@
 """Do weaker long skips and conditioning on features add up? {none, cs, ls} x {plain, conditioned}, over seeds: FID and the
 accuracy of linear probes, with heat maps of where in the network the classes can be read off.
 
-    python experiments/features.py --data FOLDER --inception FILE                      # h-features-seed0: 50,000 steps
-    python experiments/features.py h-features-seed0 h-features-seed1 ...               # and another; runs that are there stay
-    python experiments/features.py h-features-s2 --out FOLDER ...                      # U-ViT-S/2
-    python experiments/features.py --tiny                                              # minutes on a CPU
+    python experiments/features/features.py --data FOLDER --inception FILE   # h-features-seed0: 50,000 steps
+    python experiments/features/features.py h-features-seed0 h-features-seed1 ...   # and another; runs that are there stay
+    python experiments/features/features.py h-features-s2 --out FOLDER ...   # U-ViT-S/2
+    python experiments/features/features.py --tiny   # minutes on a CPU
 
 The names are pieces of study/queue.yaml. Runs are trained by the study's worker, all at once on one GPU under CUDA MPS; each
 is then probed. Results are written after every run.
@@ -25,12 +25,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from output import print_table, save, write_csv, write_summary
 
-sys.path.insert(0, str(Path(__file__).with_name("study")))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "study"))
 
 from entries import Piece, Recipe, Run, StudyError, check_startable, read_queue
 from network import build_model
+from output import print_table, save, write_csv, write_summary
 from piece import FINAL_SECONDS, run_piece, specs
 from results import collect, outcomes
 

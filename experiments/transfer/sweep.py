@@ -1,9 +1,9 @@
 """Does the best learning rate move with width? U-ViT on CIFAR-10, muP and the standard parametrization, on one GPU.
 
-    python experiments/transfer_cifar10.py rates --data FOLDER     # widths 128 to 1024, nine rates; three seeds up to 256
-    python experiments/transfer_cifar10.py kappas --data FOLDER    # then, at muP's best rate: does the best kappa transfer?
-    python experiments/transfer_cifar10.py plot                    # docs/assets/transfer-*.png and the best values
-    python experiments/transfer_cifar10.py rates --tiny            # minutes on a CPU, on random images
+    python experiments/transfer/sweep.py rates --data FOLDER     # widths 128 to 1024, nine rates; three seeds up to 256
+    python experiments/transfer/sweep.py kappas --data FOLDER    # then, at muP's best rate: does the best kappa transfer?
+    python experiments/transfer/sweep.py plot                    # docs/assets/transfer-*.png and the best values
+    python experiments/transfer/sweep.py rates --tiny            # minutes on a CPU, on random images
 
 Every parametrization and width is one process, all at once under CUDA MPS. It captures its training step once (the study's,
 `study/train.py`) and trains one run after another with other rates and seeds: first where the loss falls, then around the
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).with_name("study")))
+sys.path.insert(0, str(Path(__file__).parents[1] / "study"))
 
 import variants
 from network import Spec, build_model, read_images
@@ -42,7 +42,7 @@ RATES = tuple(2.0**power for power in range(-14, -5))
 KAPPAS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESS = 2.0**-9  # where the search starts, at base width
 EVERY = 256  # up to this width every rate is trained with the first seed
-STORED = Path(__file__).parent / "results" / "transfer"
+STORED = Path(__file__).parents[1] / "results" / "transfer"
 # Of the study's training step on an H200 with several runs at once, in teraflops; 512 and 1024 together, 128 supposed.
 SPEED = {128: 90, 256: 141, 512: 277, 1024: 277}
 STARTUP = 90  # seconds until all processes have compiled and captured
@@ -264,7 +264,7 @@ def about(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     kept += ["rate"] if options.what == "kappas" else []
     given = [f"--{key.replace('_', '-')} {_words(getattr(options, key))}" for key in kept if getattr(options, key)]
     return {
-        "command": f"python experiments/transfer_cifar10.py {options.what} {' '.join(given)}",
+        "command": f"python experiments/transfer/sweep.py {options.what} {' '.join(given)}",
         "commit": code_commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
