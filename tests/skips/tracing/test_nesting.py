@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scalelong
 from tests.standins import image
-from tests.standins.parallel import Branch, Branches, Checkpointed, InputSkip, SideBySide, TwinDecoders
+from tests.standins.parallel import Branch, Branches, Checkpointed, InputSkip, Join, SideBySide, TwinDecoders
 
 
 def conv(inputs: int, outputs: int) -> nn.Conv2d:
@@ -125,6 +125,19 @@ def test_a_skip_around_nothing_is_refused_and_the_others_can_be_named() -> None:
         scalelong.find_skips(model, example=image())
     handle = scalelong.apply(model, "cs", kappa=0.7, example=image(), skips=[("down.0", "up.2"), ("down.1", "up.1")])
     assert handle.coefficients() == [1, 0.7]
+
+
+def test_blocks_whose_classes_are_made_one_by_one_are_of_one_sort() -> None:
+    """As a-unet's: with classes taken for different ones, the input was left unscaled without a word."""
+
+    def own_class(block: Join) -> None:
+        block.__class__ = type("Join", (Join,), {"__qualname__": "make.<locals>.Join"})
+
+    model = InputSkip()
+    for block in (*model.net.up, model.last):
+        own_class(block)
+    used = [skip.used_in for skip in scalelong.find_skips(model, example=image())]
+    assert used == ["last.conv", "net.up.1.conv", "net.up.0.conv"]
 
 
 @pytest.mark.parametrize(

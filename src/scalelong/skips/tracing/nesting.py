@@ -330,5 +330,7 @@ def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
     return None
 
 
-def _module_class(trace: Trace, call: int) -> type | None:
-    return type(trace.calls[call].module) if call >= 0 else None
+def _module_class(trace: Trace, call: int) -> str:
+    """The name of a module's class: functions that make a class at every call make equal ones."""
+    made = type(trace.calls[call].module) if call >= 0 else None
+    return f"{made.__module__}.{made.__qualname__}" if made else ""
