@@ -2,6 +2,7 @@
 
     python scripts/run_notebook.py docs/tutorial.ipynb            # prints what the cells print
     python scripts/run_notebook.py docs/tutorial.ipynb --store    # and keeps it, with figures, in the notebook
+    python scripts/run_notebook.py docs/tutorial.ipynb --steps 50    # shorter trainings, to see that it runs
 
 Lines that begin with "!" are commands; `scalelong` is this interpreter's.
 """
@@ -14,6 +15,7 @@ import base64
 import contextlib
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -26,8 +28,9 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
 
-def as_python(source: str) -> str:
-    """A cell with its commands as calls."""
+def as_python(source: str, steps: int = 0) -> str:
+    """A cell with its commands as calls, with this many steps if any."""
+    source = re.sub(r"--steps \d+", f"--steps {steps}", source) if steps else source
     lines = [f"shell({line[1:]!r})" if line.startswith("!") else line for line in source.splitlines()]
     return "\n".join(lines)
 
@@ -70,11 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--store", action="store_true", help="keep the outputs in the notebook")
+    parser.add_argument("--steps", type=int, default=0, help="of all trainings; default: those of the notebook")
     arguments = parser.parse_args()
     notebook, names = json.loads(arguments.notebook.read_text()), {"__name__": "__main__", "shell": shell}
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(code, start=1):
-        cell["outputs"] = run_cell(as_python("".join(cell["source"])), f"cell {number}", names)
+        cell["outputs"] = run_cell(as_python("".join(cell["source"]), arguments.steps), f"cell {number}", names)
         cell["execution_count"] = number
     if arguments.store:
         arguments.notebook.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")

@@ -237,7 +237,7 @@ def test_generated_pages(page: str) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", NOTEBOOK]
+    command = [sys.executable, ROOT / "scripts" / "run_notebook.py", NOTEBOOK, "--steps", "50"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "no scaling" in done.stdout and "nan" not in done.stdout
