@@ -28,6 +28,13 @@ SOURCES = {
     "edm": ("https://github.com/NVlabs/edm", "008a4e5316c8e3bfe61a62f874bddba254295afb"),
     "edm2": ("https://github.com/NVlabs/edm2", "4bf8162f601bcc09472ce8a32dd0cbe8889dc8fc"),
     "ScaleLong": ("https://github.com/sail-sg/ScaleLong", "4ca368c467b715d83b8f555625e523ea8264a298"),
+    "U-DiT": ("https://github.com/YuchuanTian/U-DiT", "7fcce5eb2b7fb3888cea13dea619c4ef2efeb569"),
+    "a-unet": ("https://github.com/archinetai/a-unet", "e0933e73a60cf9e7d42fcb68c173b23d903f258d"),
+    "pytorch-ddpm": ("https://github.com/w86763777/pytorch-ddpm", "f804ccbd58a758b07f79a3b9ecdfb1beb67258f6"),
+    "diffusion_policy": (
+        "https://github.com/real-stanford/diffusion_policy",
+        "5ba07ac6661db573af695b419a7947ecb704690f",
+    ),
 }
 SCRIPT = "examples/unconditional_image_generation/train_unconditional.py"
 DIFFUSERS = ("https://github.com/huggingface/diffusers", "58eb52c0803ea9af3abec60841c2a093bdf1f951")
@@ -50,11 +57,42 @@ def _inputs() -> tuple[Tensor, ...]:
 
 
 def networks(name: str) -> list[Packaged]:
-    """A convolution and one block per resolution, and one downsampling: four outputs of the encoder, all joined."""
+    """The networks of a repository, whose folder is on the path."""
+    image, times = randn(2, 3, 16, 16), torch.tensor([3, 500])
+    if name in ("edm", "edm2"):
+        return _edm(name)
     if name == "ScaleLong":
         uvit = importlib.import_module("libs.uvit").UViT
         build = partial(uvit, img_size=8, patch_size=2, embed_dim=32, depth=5, num_heads=2, scalelong=0)
-        return [Packaged("UViT (scalelong=0)", name, build, lambda: (randn(2, 3, 8, 8), torch.tensor([3.0, 500.0])), 2)]
+        return [Packaged("UViT (scalelong=0)", name, build, lambda: (randn(2, 3, 8, 8), times.float()), 2)]
+    if name == "U-DiT":  # eval() merges weights in place
+        options = {"attn_type": "v2", "posemb_type": "rope2d", "downsampler": "dwconv5", "down_shortcut": 1}
+        network = importlib.import_module("udit_models").U_DiT
+        build = partial(network, 16, hidden_size=32, num_heads=4, depth=[1] * 5, num_classes=4, **options)
+        return [Packaged("U_DiT", name, build, lambda: (randn(2, 4, 16, 16), times, torch.tensor([1, 2])), 2)]
+    if name == "a-unet":  # every level joins its input, the outermost that of the network
+        apex = importlib.import_module("a_unet.apex")
+        blocks = [apex.XBlock(channels=width, factor=2, items=[apex.ResnetItem]) for width in (16, 32, 32)]
+        return [
+            Packaged(
+                f"XUNet ({skip})", name,
+                partial(apex.XUNet, dim=2, in_channels=3, blocks=blocks, skip_t=getattr(apex, skip), resnet_groups=4),
+                lambda: (image,), 3,
+            )
+            for skip in ("SkipCat", "SkipAdd")
+        ]  # fmt: skip
+    if name == "pytorch-ddpm":  # three outputs of each of two resolutions
+        network = importlib.import_module("model").UNet
+        build = partial(network, T=1000, ch=32, ch_mult=[1, 2], attn=[1], num_res_blocks=2, dropout=0.1)
+        return [Packaged("UNet", name, build, lambda: (image, times), 6)]
+    network = importlib.import_module("diffusion_policy.model.diffusion.conditional_unet1d").ConditionalUnet1D
+    build = partial(network, input_dim=4, global_cond_dim=6, down_dims=[16, 32, 64])
+    inputs = lambda: (randn(2, 16, 4), times, None, randn(2, 6))  # noqa: E731
+    return [Packaged("ConditionalUnet1D", name, build, inputs, 2)]  # the outermost of its three outputs is not used
+
+
+def _edm(name: str) -> list[Packaged]:
+    """A convolution and one block per resolution, and one downsampling: four outputs of the encoder, all joined."""
     found: dict[str, Callable[[], nn.Module]] = {}
     if name == "edm2":
         nets = importlib.import_module("training.networks_edm2")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import scalelong
 from scalelong.skips.tracing.verify import measure_reach
 from tests.families import FAMILIES, Family, build
-from tests.standins import randn
+from tests.standins import image, randn
 
 
 class Decoder(nn.Module):
@@ -99,3 +99,29 @@ def test_without_values_the_rule_is_used() -> None:
         model = FAMILIES[0].build()
     known = scalelong.find_skips(model)
     assert scalelong.find_skips(model, example=FAMILIES[0].inputs()) == known
+
+
+class Sum(nn.Module):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return x + skip
+
+
+class EndsInJoin(nn.Module):
+    """The outermost join is the output: no layer comes behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.mid, self.up = (nn.Conv2d(n, 8, 3, padding=1) for n in (3, 8, 8, 8))
+        self.joins = nn.ModuleList([Sum(), Sum()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = self.first(x)
+        inner = self.down(F.silu(outer))
+        y = self.joins[0](self.mid(F.silu(inner)), inner)
+        return self.joins[1](self.up(F.silu(y)), outer)
+
+
+def test_kappa_of_a_join_at_the_end_reaches_the_output() -> None:
+    handle = scalelong.apply(EndsInJoin(), "cs", example=image())
+    assert handle.skips[0].used_in == "joins.1"
+    assert handle.skips[0].reach == "full"

@@ -294,7 +294,7 @@ def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Rea
 
 
 def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
-    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives."""
+    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives, or the output."""
     if trace.nodes[join].weight:  # addmm of a fused layer
         return [join]
     seen, last = [join], set()
@@ -304,7 +304,7 @@ def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
                 last.add(node)
             elif child not in seen:
                 seen.append(child)
-    return sorted(last)
+    return sorted(last) or [seen[-1]]
 
 
 def _effect(whole: Tensor, half: Tensor, zero: Tensor) -> str:
