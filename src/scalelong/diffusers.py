@@ -13,6 +13,9 @@ missing. Its attributes are those of diffusers.
 from importlib import import_module
 from typing import Any
 
+import diffusers.configuration_utils
+import diffusers.training_utils  # noqa: F401  (both are to be patched)
+
 from scalelong import parametrization  # noqa: F401  (restores muP)
 from scalelong.skips.patches import install
 

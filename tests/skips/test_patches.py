@@ -172,6 +172,16 @@ with torch.no_grad():
 """
 
 
+def test_the_import_is_enough_in_a_fresh_process(tmp_path: Path) -> None:
+    diffusers.DDPMPipeline(unet("cs"), diffusers.DDPMScheduler()).save_pretrained(tmp_path / "pipeline")
+    torch.save(torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)), tmp_path / "x.pt")
+    code = [sys.executable, "-c", LOAD, "pipeline", "x.pt", "found.pt"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run(code, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_close(torch.load(tmp_path / "found.pt"), output(unet("cs")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["cs", "ls"])
 def test_the_example_script_of_diffusers_is_resumed_and_its_pipeline_loaded(method: str, tmp_path) -> None:
