@@ -66,7 +66,9 @@ def one(number: int) -> None:
             if protect:
                 raise
             said = str(error).strip() or str(traceback.extract_tb(error.__traceback__)[-1].line)
-            sys.exit(f"{type(error).__name__}: {without_paths(said.splitlines()[0])[:200]}")
+            lines = said.splitlines()
+            line = next((line for line in lines if line.startswith("error: ")), lines[0])  # of a whole log
+            sys.exit(f"{type(error).__name__}: {without_paths(line)[:200]}")
     print(seen or "as it should be")
 
 

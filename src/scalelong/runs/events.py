@@ -64,10 +64,9 @@ class Events:
 
     def close(self) -> None:
         """Close all writers."""
-        with contextlib.suppress(OSError):  # what could not be written has been reported
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
+        for writer in filter(None, (self._file, self._board)):
+            with contextlib.suppress(OSError):  # what could not be written has been reported
+                writer.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -3,7 +3,7 @@
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
 kappa of CS. No rule chose better than 0.7 (experiments/auto-kappa). The long runs have the unscaled network ahead up to
-`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): 0.7 for longer runs, no scaling for shorter ones.
+`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for longer ones.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def advice(steps: int | None) -> str:
         "by: expect no clear gain"
     )
     if steps is None:
-        return f"But {early}; {late}. Use {USUAL_KAPPA:g} for longer runs, no scaling (kappa = 1) for shorter ones."
+        return f"But {early}; {late}. Use no scaling (kappa = 1) for shorter runs, {USUAL_KAPPA:g} or none for longer ones."
     if steps < CROSSOVER:
         return f"But {early}: for {steps:,} steps, no scaling (kappa = 1) is recommended."
-    return f"For {steps:,} steps {USUAL_KAPPA:g} is recommended: {early}; {late}."
+    return f"For {steps:,} steps {USUAL_KAPPA:g} or no scaling (kappa = 1): {early}; {late}."
 
 
 def training_note(scaling: ScalingSettings, steps: int) -> str:
