@@ -3,7 +3,8 @@
 The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
 kappa of CS. No rule chose better than 0.7 (experiments/auto-kappa). The long runs have the unscaled network ahead up to
-`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for longer ones.
+`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for
+longer ones.
 """
 
 from __future__ import annotations
