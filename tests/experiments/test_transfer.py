@@ -79,7 +79,7 @@ def test_a_command_is_recorded_such_that_it_can_be_repeated() -> None:
 def test_it_trains_resumes_summarizes_and_plots(tmp_path, monkeypatch, capsys) -> None:
     for what in ("rates", "kappas", "plot", "rates"):
         given = [what, "--tiny", "--seeds", "0", "--work", str(tmp_path), "--out", str(tmp_path)]
-        monkeypatch.setattr("sys.argv", ["transfer_cifar10.py", *given])
+        monkeypatch.setattr("sys.argv", ["sweep.py", *given])
         if what == "plot":
             sweep.main()
         else:
