@@ -1,4 +1,4 @@
-"""The fused attention kernel for 257 tokens against torch's, on a GPU: milliseconds per block, by tile shape.
+"""The fused attention kernels for 257 tokens against torch's, on a GPU: milliseconds per block, by how they are launched.
 
 python benchmarks/attention.py --out benchmarks/results/attention.json
 """
@@ -14,18 +14,22 @@ import torch.nn.functional as F
 import tyro
 from measure import about, windows, write
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.errors import OutOfResources
 
-from scalelong.backbones.attention_kernel import attend
+from scalelong.backbones.attention_kernel import Tiling, attend, attend_backward
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    images: int = 1000
+    images: int = 128
     tokens: tuple[int, ...] = (257, 258)
     heads: int = 8
     channels: int = 64  # per head
     repeats: int = 20
+    registers: tuple[int, ...] = (0, 168, 128)  # at most, per thread; 0: as many as it takes
     out: str = ""
 
 
@@ -39,26 +43,47 @@ def main() -> None:
 
 def _rows(command: Benchmark, tokens: int) -> list[dict[str, object]]:
     torch.manual_seed(0)
-    width = 3 * command.heads * command.channels
-    qkv = torch.randn(command.images, tokens, width, device="cuda", dtype=torch.bfloat16)
-    exact = _torch(qkv[:8].double(), command.heads)
+    heads, width = command.heads, command.heads * command.channels
+    qkv = torch.randn(command.images, tokens, 3 * width, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(command.images, tokens, width, device="cuda", dtype=torch.bfloat16)
+    exact = qkv[:8].double().requires_grad_()
+    exact_out = _torch(exact, heads)
+    (exact_grad,) = torch.autograd.grad(exact_out, exact, grad[:8].double())
     rows: list[dict[str, object]] = []
 
-    def measure(what: str, attention: Callable[[Tensor], Tensor]) -> None:
+    def measure(which: str, what: str, call: Callable[[], Tensor], want: Tensor) -> None:
+        row: dict[str, object] = {"tokens": tokens, "pass": which, "what": what}
         try:
-            milliseconds = _milliseconds(lambda: attention(qkv), command.repeats)
-        except OutOfResources as error:  # needs more shared memory than the GPU has
-            rows.append({"tokens": tokens, "what": what, "failed": str(error)[:100]})
-        else:
-            off = float((attention(qkv[:8]).double() - exact).abs().max())
-            rows.append({"tokens": tokens, "what": what, "milliseconds": milliseconds, "largest error": off})
-        print(rows[-1], flush=True)
+            row["milliseconds"] = _milliseconds(call, command.repeats)
+            row["relative error"] = float((call()[:8].double() - want).norm() / want.norm())
+        except (OutOfResources, RuntimeError) as error:  # more shared memory than the GPU has, or no such backend
+            row["failed"] = str(error)[:100]
+        rows.append(row)
+        print(row, flush=True)
 
-    measure("torch", lambda x: _torch(x, command.heads))
-    for queries, keys, stages in itertools.product((64, 128), (32, 64), (2, 3, 4)):
-        shape = (queries, keys, queries // 16, stages)
-        what = f"{queries} queries, {keys} keys, {queries // 16} warps, {stages} stages"
-        measure(what, lambda x, shape=shape: attend(x, command.heads, *shape))
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            tracked = qkv.detach().requires_grad_()
+            try:
+                out = _torch(tracked, heads)
+            except RuntimeError as error:
+                print(name, str(error)[:100])
+                continue
+            measure("forward", f"torch, {name}", lambda: _torch(qkv, heads), exact_out)
+
+            def backward(out: Tensor = out, tracked: Tensor = tracked) -> Tensor:
+                return torch.autograd.grad(out, tracked, grad, retain_graph=True)[0]
+
+            measure("backward", f"torch, {name}", backward, exact_grad)
+    out, stats = attend(qkv, heads)
+    for warps, stages, registers in itertools.product((4, 8), (1, 2, 3, 4), command.registers):
+        tiling = Tiling(warps, stages, registers or None)
+        what = f"{warps} warps, {stages} stages, {registers or 'any'} registers"
+        measure("forward", what, lambda t=tiling: attend(qkv, heads, t)[0], exact_out)
+        for name in ("queries", "keys"):  # the other one as it is
+            chosen = {name: tiling}
+            call = lambda c=chosen: attend_backward(qkv, out, stats, grad, heads, **c)  # noqa: E731
+            measure("backward", f"{name}: {what}", call, exact_grad)
     return rows
 
 

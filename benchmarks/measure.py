@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,10 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def windows(steps: Sequence[Step], device: torch.device, count: int, size: int, warm_up: int) -> list[list[float]]:
-    """Milliseconds per step of each window, for each of several steps whose windows take turns."""
+def windows(
+    steps: Sequence[Step], device: torch.device, count: int, size: int, warm_up: int, ready: Callable[[], None] = int
+) -> list[list[float]]:
+    """Milliseconds per step of each window, for each of several steps whose windows take turns; `ready` follows warm-up."""
     done, found = [0] * len(steps), [list[float]() for _ in steps]
 
     def run(which: int, times: int) -> None:
@@ -69,12 +71,52 @@ def windows(steps: Sequence[Step], device: torch.device, count: int, size: int, 
 
     for which in range(len(steps)):
         run(which, warm_up)
+    ready()
     for _ in range(count):
         for which in range(len(steps)):
             started = clock(device)
             run(which, size)
             found[which].append((clock(device) - started) / size * 1e3)
     return found
+
+
+READY = "warm"  # what a worker prints before it waits for its turn
+
+
+def wait_for_turn() -> None:
+    """In a worker of `in_turn`: return when all others are warm or done."""
+    print(READY, flush=True)
+    input()
+
+
+def in_turn(commands: Sequence[Sequence[str]]) -> Iterator[dict[str, Any] | None]:
+    """Start all workers at once, so that they compile in parallel; let them measure one by one.
+
+    Yields the JSON that each prints last; None if it failed, with the end of its output on stderr.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    workers = [subprocess.Popen(command, **pipes) for command in commands]  # type: ignore[call-overload]
+    outputs: list[list[str]] = [[] for _ in workers]
+    for worker, lines in zip(workers, outputs, strict=True):
+        for line in worker.stdout:
+            lines.append(line)
+            if line.strip() == READY:
+                break
+    for worker, lines in zip(workers, outputs, strict=True):
+        lines += worker.communicate("\n")[0].splitlines(keepends=True)
+        if worker.returncode:
+            print("".join(lines[-20:]), file=sys.stderr, flush=True)
+        yield None if worker.returncode else json.loads([line for line in lines if line.startswith("{")][-1])
+
+
+def kernel_table(profile: torch.profiler.profile, steps: int, most: int = 40) -> list[dict[str, Any]]:
+    """The GPU's kernels, longest first: calls and microseconds per step."""
+    events = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {"kernel": event.key[:90], "calls": event.count / steps, "us": event.self_device_time_total / steps}
+        for event in events[:most]
+    ]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -8,28 +8,40 @@ loop     bf16, torch.compile with CUDA graphs, fused AdamW, foreach average: the
 unet     diffusers' UNet2DModel as its example for unconditional images trains it, in fp16
 trainer  `scalelong.training.Trainer` as `scalelong train` runs it: data, times, noise, guard, average, records
 
-All in one run, because only ratios within a run mean something. On a CPU everything is eager float32, and windows of the
-trainer and of its peers take turns. Rows are written as they come, so a run that is cut off keeps what it measured.
+All in one run, because only ratios within a run mean something. On a GPU every case is a process; those of one batch size
+compile at the same time and are timed one after another. On a CPU everything is eager float32, and windows of the trainer and
+of its peers take turns. Rows are written as they come, so a run that is cut off keeps what it measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
-from measure import Step, about, clock, matmul_ceiling, spread, startup, training_flops, windows, write
+from measure import (
+    Step,
+    about,
+    clock,
+    in_turn,
+    kernel_table,
+    matmul_ceiling,
+    spread,
+    startup,
+    training_flops,
+    wait_for_turn,
+    windows,
+    write,
+)
 from plain_uvit import PlainUViT, noisy
 from torch import Tensor, nn
 
@@ -45,13 +57,14 @@ class Benchmark:
     peer_methods: tuple[str, ...] = ("none",)  # of the recipe and the loop
     cases: tuple[str, ...] = ("recipe", "loop", "unet", "trainer")
     compile: tuple[str, ...] = ("step",)  # of the trainer: off, default, reduce-overhead, step
-    attention: str = ""  # torch's kernel for all cases on a GPU: cudnn, flash, mem_efficient; default: torch's choice
     windows: int = 9
     steps: int = 20  # in a window
+    profile: int = 0  # steps to profile after timing: the kernels of each case, longest first
+    at_once: int = 8  # cases that compile at the same time; each holds its memory, at batch 512 up to 45 GiB
     cpu: bool = False
     startup: bool = True  # also measure how long importing and the first step take
     out: str = ""
-    add_to: str = ""  # an earlier result whose rows of other batch sizes are kept, where one run would take too long
+    worker: str = ""  # one case, "trainer/none/64/step": this process measures it and prints its row
 
 
 def config_of(method: str, batch: int, mode: str, on_gpu: bool, model: str = "uvit") -> RunConfig:
@@ -150,20 +163,26 @@ def diffusers_example(images: Tensor) -> Step:
 
 
 def trainer_windows(
-    config: RunConfig, count: int, size: int, warm_up: int, between: Sequence[Step] = ()
-) -> list[list[float]]:
+    config: RunConfig, count: int, size: int, warm_up: int, between: Sequence[Step] = (),
+    ready: Callable[[], None] = int, profile: Profile | None = None,
+) -> list[list[float]]:  # fmt: skip
     """Milliseconds per step of the trainer's windows; after each one, a window of every step in `between`."""
-    steps = warm_up + count * size
+    last = warm_up + count * size
+    steps = last + (profile.steps if profile else 0)
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
     found, started = [list[float]() for _ in range(1 + len(between))], 0.0
 
     def observe(step: int, _model: nn.Module) -> None:
         nonlocal started
-        if step < warm_up or (step - warm_up) % size:
+        if step >= last and profile:
+            profile.at(step - last)
+        if step < warm_up or step > last or (step - warm_up) % size:
             return
         now = clock(trainer.device)
         if step > warm_up:
             found[0].append((now - started) / size * 1e3)
+        else:
+            ready()
         for which, (times,) in enumerate(windows([each], trainer.device, 1, size, 2) for each in between):
             found[which + 1] += times if step > warm_up else []
         started = clock(trainer.device)
@@ -174,22 +193,44 @@ def trainer_windows(
     return found
 
 
+class Profile:
+    """The kernels of some steps on a GPU; `at(n)` is called after n of them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.rows = steps, list[dict[str, Any]]()
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def at(self, number: int) -> None:
+        if number == 0:
+            torch.cuda.synchronize()
+            self.profiler.start()
+        elif number == self.steps:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+            self.rows = kernel_table(self.profiler, self.steps)
+
+    def run(self, step: Step) -> None:
+        for number in range(self.steps):
+            self.at(number)
+            step(number)
+        self.at(self.steps)
+
+
 class Results:
     """The rows so far, printed and written as they come."""
 
     def __init__(self, command: Benchmark, device: torch.device) -> None:
         self.out, self.device, self.ceiling = command.out, device, matmul_ceiling(device)
         self.content: dict[str, Any] = {**about(device), "matmul_tflops": self.ceiling / 1e12, "rows": []}
-        if command.add_to:
-            earlier = json.loads(Path(command.add_to).read_text())["rows"]
-            self.content["rows"] = [row for row in earlier if row["batch"] not in command.batch_sizes]
         print(f"{self.content['device']}, torch {torch.__version__}, matmul {self.ceiling / 1e12:.3g} TFLOP/s")
 
-    def add(self, times: list[float], flops: float, batch: int, peak: float | None = None, **what: Any) -> None:
+    def add(
+        self, times: list[float], flops: float, batch: int, more: dict[str, Any] | None = None, **what: Any
+    ) -> None:
         row = {**what, "batch": batch, **spread(times), "windows": len(times)}
         tflops = flops * batch / row["ms"] / 1e9
-        row |= {"images_per_second": batch / row["ms"] * 1e3, "tflops": tflops, "peak_gib": peak}
-        row["share_of_matmul"] = tflops * 1e12 / self.ceiling
+        row |= {"images_per_second": batch / row["ms"] * 1e3, "tflops": tflops}
+        row |= {"share_of_matmul": tflops * 1e12 / self.ceiling, **(more or {})}
         self.content["rows"].append(row)
         name = " ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in what.values())
         print(f"{batch:5} {name:32} {row['ms']:8.2f} ms ({row['ms_low']:.2f} to {row['ms_high']:.2f}) "
@@ -197,49 +238,62 @@ class Results:
         write(self.out, self.content)
 
 
-def measured_alone(run: Callable[[], list[float]]) -> tuple[list[float], float]:
-    """Windows of one case on a GPU that holds nothing else, and its peak memory in GiB."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times = run()
-    return times, torch.cuda.max_memory_allocated() / 2**30
+SHAPE, WARM_UP = (3, 32, 32), 12
 
 
-def on_a_gpu(command: Benchmark, device: torch.device, results: Results) -> None:
-    shape, timing = (3, 32, 32), (command.windows, command.steps, 12)
-    config = config_of("none", 64, "off", True)
+def gpu_cases(command: Benchmark, batch: int) -> list[str]:
+    """The cases of one batch size, as --worker takes them: case/method/batch/mode."""
+    peers = [f"{case}/{method}" for case in ("recipe", "loop") for method in command.peer_methods]
+    found = [f"{peer}/{batch}/" for peer in peers if peer.split("/")[0] in command.cases]
+    if "trainer" in command.cases:
+        found += [f"trainer/{method}/{batch}/{mode}" for mode in command.compile for method in command.methods]
+    if "unet" in command.cases and batch == 128:
+        found += [f"unet: diffusers' example/none/{batch}/"]
+        found += [f"unet: trainer/none/{batch}/{mode}" for mode in command.compile]
+    return found
+
+
+def measure_on_a_gpu(command: Benchmark) -> dict[str, Any]:
+    """What a worker prints: the windows of its case, peak memory, kernels."""
+    case, method, size, mode = command.worker.split("/")
+    batch, device, timing = int(size), torch.device("cuda"), (command.windows, command.steps, WARM_UP)
+    profile = Profile(command.profile) if command.profile else None
+    if case.endswith("trainer"):
+        config = config_of(method, batch, mode, True, "unet" if case.startswith("unet") else "uvit")
+        times = trainer_windows(config, *timing, ready=wait_for_turn, profile=profile)[0]
+    else:
+        images = torch.randn(batch, *SHAPE, device=device)
+        if case.startswith("unet"):
+            step = diffusers_example(images)
+        else:
+            model = plain_model(config_of("none", batch, "off", True), SHAPE, method).to(device)
+            step = {"recipe": recipe, "loop": loop}[case](model, images)
+        times = windows([step], device, *timing, wait_for_turn)[0]
+        if profile:
+            profile.run(step)
+    kernels = {"kernels": profile.rows} if profile else {}
+    return {"times": times, "more": {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, **kernels}}
+
+
+def on_a_gpu(command: Benchmark, results: Results) -> None:
     with torch.device("meta"):
-        flops = training_flops(plain_model(config, shape, "none"), torch.zeros(1, *shape), torch.zeros(1))
+        model = plain_model(config_of("none", 64, "off", True), SHAPE, "none")
+        flops = training_flops(model, torch.zeros(1, *SHAPE), torch.zeros(1))
     results.content["gflop_per_image"] = flops / 1e9
+    arguments = [f"--{key}={getattr(command, key)}" for key in ("windows", "steps", "profile")]
     for batch in command.batch_sizes:
-
-        def alone(make: Callable[[Tensor], Step], batch: int = batch) -> tuple[list[float], float]:
-            return measured_alone(
-                lambda: windows([make(torch.randn(batch, *shape, device=device))], device, *timing)[0]
-            )
-
-        for name, make in (("recipe", recipe), ("loop", loop)):
-            for method in command.peer_methods if name in command.cases else ():
-                times, peak = alone(lambda x, m=method, f=make: f(plain_model(config, shape, m).to(device), x))
-                results.add(times, flops, batch, peak, case=name, method=method)
-        for mode in command.compile if "trainer" in command.cases else ():
-            for method in command.methods:
-                chosen = config_of(method, batch, mode, True)
-                times, peak = measured_alone(lambda chosen=chosen: trainer_windows(chosen, *timing)[0])
-                results.add(times, flops, batch, peak, case="trainer", method=method, compile=mode)
-        if "unet" in command.cases and batch == 128:
-            if find_spec("diffusers") is None:
-                print("unet: skipped, diffusers is not installed")
-                results.content["unet"] = "skipped: diffusers is not installed"
-                continue
-            times, peak = alone(diffusers_example)
-            results.add(times, 0, batch, peak, case="unet: diffusers' example", method="none")
-            for mode in command.compile:
-                chosen = config_of("none", batch, mode, True, "unet")
-                times, peak = measured_alone(lambda chosen=chosen: trainer_windows(chosen, *timing)[0])
-                results.add(times, 0, batch, peak, case="unet: trainer", method="none", compile=mode)
+        cases = gpu_cases(command, batch)
+        for first in range(0, len(cases), command.at_once):
+            part = cases[first : first + command.at_once]
+            workers = in_turn([[sys.executable, __file__, *arguments, "--worker", case] for case in part])
+            for name, found in zip(part, workers, strict=True):
+                case, method, _, mode = name.split("/")
+                if found is None:
+                    print(f"{name}: failed", flush=True)
+                    continue
+                compiled = {"compile": mode} if mode else {}
+                counted = 0 if case.startswith("unet") else flops
+                results.add(found["times"], counted, batch, found["more"], case=case, method=method, **compiled)
 
 
 def on_a_cpu(command: Benchmark, results: Results) -> None:
@@ -269,12 +323,13 @@ def main() -> None:
     if command.cpu or not torch.cuda.is_available():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
+    if command.worker:
+        print("\n" + json.dumps(measure_on_a_gpu(command)))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = Results(command, device)
     if device.type == "cuda":
-        for name in ("cudnn", "flash", "mem_efficient", "math") if command.attention else ():
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == command.attention)
-        on_a_gpu(command, device, results)
+        on_a_gpu(command, results)
     else:
         on_a_cpu(command, results)
     if command.startup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,11 @@ def _fused(model: nn.Module, x: Tensor, time: Tensor) -> Tensor:
 def _plain_attention(qkv: Tensor, heads: int) -> Tensor:
     query, key, value = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def _gradient(function: Callable[[Tensor, int], Tensor], qkv: Tensor, heads: int, grad: Tensor) -> Tensor:
+    qkv = qkv.detach().requires_grad_()
+    return torch.autograd.grad(function(qkv, heads), qkv, grad)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the operators
@@ -87,9 +93,12 @@ def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
     monkeypatch.setattr(fused, "_KERNEL", "scalelong.no_such_kernel")
     qkv = torch.randn(2, 257, 3 * 64)
     with pytest.warns(UserWarning, match="the fused attention kernel failed"):
-        found = fused._attention(qkv, 1)
+        found = fused.attention(qkv, 1)
     torch.testing.assert_close(found, _plain_attention(qkv, 1))
     assert len(fused._failures) == 1
+    grad = torch.randn_like(found)
+    want, found = (_gradient(function, qkv, 1, grad) for function in (_plain_attention, fused.attention))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.library.opcheck(fused._attention, (qkv, 1))
@@ -263,12 +272,17 @@ def test_only_measured_sizes_use_the_attention_kernel(monkeypatch) -> None:
 _IN_THE_INTERPRETER = """
 import sys, torch
 sys.path.append(sys.argv[1])
-from scalelong.backbones.attention_kernel import attend
-from tests.backbones.test_fused import _plain_attention
+from scalelong.backbones import fused
+from tests.backbones.test_fused import _gradient, _plain_attention
 torch.manual_seed(0)
 for tokens, heads, channels in ((257, 2, 64), (258, 3, 32), (256, 1, 64), (65, 2, 16)):
     qkv = 2 * torch.randn(2, tokens, 3 * heads * channels)
-    torch.testing.assert_close(attend(qkv, heads), _plain_attention(qkv, heads), atol=1e-5, rtol=1e-5)
+    want = _plain_attention(qkv, heads)
+    torch.testing.assert_close(fused.attention(qkv, heads), want, atol=1e-5, rtol=1e-5)
+    grad = torch.randn_like(want)
+    want, found = (_gradient(each, qkv, heads, grad) for each in (_plain_attention, fused.attention))
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-5)
+    assert not fused._failures, fused._failures
     print("equal", tokens)
 """
 
@@ -306,11 +320,16 @@ def test_on_a_gpu_linear_gelu_is_exact_to_its_dtype() -> None:
 def test_on_a_gpu_attention_is_exact_to_its_dtype(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkv = (2 * torch.randn(5, tokens, 3 * 512, device="cuda")).to(dtype)
-    with torch.no_grad():
-        want, found = _plain_attention(qkv.double(), 8), fused._attention(qkv, 8)
-    assert not fused._failures
+    want, found = _plain_attention(qkv.double(), 8), fused.attention(qkv, 8)
     assert found.dtype == dtype
     assert (found - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
+    grad = torch.randn_like(want)
+    want = _gradient(_plain_attention, qkv.double(), 8, grad)
+    found = _gradient(fused.attention, qkv, 8, grad.to(dtype))
+    again = _gradient(fused.attention, qkv, 8, grad.to(dtype))
+    assert not fused._failures
+    assert torch.equal(found, again)  # sums have a fixed order
+    assert (found - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm()
 
 
 @needs_gpu

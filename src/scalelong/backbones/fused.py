@@ -1,8 +1,8 @@
-"""Fused inference kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling; measured by benchmarks/generate.py.
+"""Fused kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling and, attention only, for the fast training step.
 
 Without gradients a matrix product can apply the GELU that follows it (the tanh approximation, off by at most 5e-4) or
 accumulate in place, and the residual path can stay in 16 bits. Each kernel is one custom operator, since torch.compile would
-decompose it otherwise.
+decompose it otherwise. Measured by benchmarks/generate.py and benchmarks/attention.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,14 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
             module.__class__ = plain
 
 
+def swap_attention(model: nn.Module) -> None:
+    """Use the attention kernel, which has a backward pass, in every U-ViT of `model` for good."""
+    for network in (part for part in model.modules() if isinstance(part, UViT)):
+        for module in network.modules() if _has_attention_kernel(network) else ():
+            if type(module) is Attention and _can_fuse(module, attention_kernel=True):
+                module.__class__ = FusedAttention
+
+
 class FusedBlock(Block):
     """A block with its residual path in the dtype of its products, and an MLP of two kernels."""
 
@@ -80,11 +89,17 @@ class FusedAttention(Attention):
     """Self-attention by the Triton kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.proj(_attention(self.qkv(x), self.heads))
+        projected: Tensor = self.proj(attention(self.qkv(x), self.heads))
         return projected
 
 
 _FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
+
+
+def attention(qkv: Tensor, heads: int) -> Tensor:
+    """softmax(query key / sqrt(D)) value of each head: (B, T, 3 H D) -> (B, T, H D)."""
+    found: Tensor = _attention(qkv, heads)[0]
+    return found
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
@@ -146,21 +161,64 @@ def _add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float) -> Non
 
 
 @torch.library.custom_op("scalelong::attention", mutates_args=())
-def _attention(qkv: Tensor, heads: int) -> Tensor:
-    """(B, T, 3 D) -> (B, T, D); falls back to torch's attention, with a warning, where the kernel does not compile."""
+def _attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The output, and log2 of the sums of exponentials (B, H, T) for the backward pass.
+
+    Falls back to torch's operations, with a warning, where the kernel does not compile.
+    """
     if not _failures:
         try:
-            found: Tensor = importlib.import_module(_KERNEL).attend(qkv, heads)
+            found: tuple[Tensor, Tensor] = importlib.import_module(_KERNEL).attend(qkv.contiguous(), heads)
             return found
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001  # no C compiler, no Python headers, a GPU that Triton does not support
             _failures.append(str(error))
             warnings.warn(f"the fused attention kernel failed ({error}); using torch's instead", stacklevel=2)
-    query, key, value = torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    query, key, value = _heads(qkv, heads)
+    out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    return out, qkv.new_zeros(len(qkv), heads, qkv.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("scalelong::attention_backward", mutates_args=())
+def _attention_backward(qkv: Tensor, out: Tensor, stats: Tensor, grad: Tensor, heads: int) -> Tensor:
+    """The gradient of qkv."""
+    if not _failures:
+        kernel = importlib.import_module(_KERNEL)
+        found: Tensor = kernel.attend_backward(qkv.contiguous(), out, stats, grad.contiguous(), heads)
+        return found
+    (query, key, value), dout = _heads(qkv, heads), torch.unflatten(grad, -1, (heads, -1)).transpose(1, 2)
+    scale = query.shape[-1] ** -0.5
+    weight = torch.softmax(query @ key.mT * scale, dim=-1)
+    dweight = dout @ value.mT
+    dscore = weight * (dweight - (weight * dweight).sum(-1, keepdim=True)) * scale
+    dqkv = torch.stack([dscore @ key, dscore.mT @ query, weight.mT @ dout])  # 3 B H T D
+    return dqkv.permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Query, key and value, each (B, H, T, D)."""
+    return torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
 @_attention.register_fake
-def _(qkv: Tensor, _heads: int) -> Tensor:
-    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    images, tokens, width = qkv.shape
+    return qkv.new_empty(images, tokens, width // 3), qkv.new_empty(images, heads, tokens, dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _(qkv: Tensor, _out: Tensor, _stats: Tensor, _grad: Tensor, _heads: int) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    qkv, ctx.heads = inputs
+    ctx.save_for_backward(qkv, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    return _attention_backward(*ctx.saved_tensors, grad, ctx.heads), None
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep)

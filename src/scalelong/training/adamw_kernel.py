@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -13,12 +12,11 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _update(
-    weights: Any, gradient: Any, m: Any, v: Any, average: Any, low: Any, numbers: Any, n: Any,
-    lr: Any, shrink: Any, rest1: Any, beta2: Any, rest2: Any, eps: Any, rest: Any,
-    LOW: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
-) -> None:  # fmt: skip
+    weights, gradient, m, v, average, low, numbers, n, lr, shrink, rest1, beta2, rest2, eps, rest,
+    LOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """numbers: whether to apply the gradient, 1 - beta1^t and sqrt(1 - beta2^t)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < n
