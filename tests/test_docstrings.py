@@ -14,7 +14,11 @@ import pytest
 import scalelong
 
 PACKAGES = ("scaling", "skips", "backbones", "diffusion", "data", "training", "evaluation", "stability", "report")
-OPTIONAL = ("scalelong.backbones.attention_kernel", "scalelong.training.adamw_kernel")  # need triton
+OPTIONAL = (
+    "scalelong.backbones.attention_kernel",
+    "scalelong.backbones.mlp_kernel",
+    "scalelong.training.adamw_kernel",
+)  # need triton
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages(scalelong.__path__, "scalelong.") if module.name not in OPTIONAL
 )

@@ -21,6 +21,7 @@ _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 _keys: dict[tuple[int, str], int] = {}  # by seed and stream
+_counters: dict[tuple[int, torch.device], Tensor] = {}  # by size and device
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -42,13 +43,22 @@ def _key(seed: int, stream: str) -> int:
     return _keys[seed, stream]
 
 
+def _counter(size: int, device: torch.device) -> Tensor:
+    """1 to `size` times the constant of SplitMix64, kept: torch.compile would compute it from indices of 32 bits."""
+    if (size, device) in _counters:
+        return _counters[size, device]
+    counter = torch.arange(1, size + 1, device=device) * _GOLDEN
+    if type(counter) is Tensor:  # not one of a tracer
+        _counters[size, device] = counter
+    return counter
+
+
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
     """64 random bits per element, (B, *shape) int64; `index` is (B,) int64, the rest of the key is common."""
     if not protected("random.counter"):
         return torch.randint(-(2**63), 2**63 - 1, (index.shape[0], *shape), device=index.device)
     key = _mix(_key(seed, stream) + _mix(index.to(torch.int64) * _GOLDEN + 1))
-    counter = torch.arange(1, math.prod(shape) + 1, device=index.device)
-    bits = _mix(key[:, None] + counter * _GOLDEN)
+    bits = _mix(key[:, None] + _counter(math.prod(shape), index.device))
     return bits.view(index.shape[0], *shape)
 
 

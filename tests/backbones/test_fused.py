@@ -5,6 +5,7 @@ On a CPU the operators run in float32, where they must equal the plain ones; on 
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -52,6 +53,25 @@ def _gradient(function: Callable[[Tensor, int], Tensor], qkv: Tensor, heads: int
     return torch.autograd.grad(function(qkv, heads), qkv, grad)[0]
 
 
+def _two_mlps(dtype: torch.dtype, device: str = "cpu") -> tuple[uvit.Mlp, uvit.Mlp]:
+    """A plain and a fused MLP of the same weights."""
+    torch.manual_seed(0)
+    plain = uvit.Mlp(64, 256).to(device, dtype)
+    mlp = copy.deepcopy(plain)
+    mlp.__class__ = fused.FusedMlp
+    return plain, mlp
+
+
+def assert_same_mlps(plain: nn.Module, mlp: nn.Module, x: Tensor, tolerance: float) -> None:
+    """The relative distance of outputs and of all gradients is at most `tolerance`."""
+    x, grad, found = x.detach().requires_grad_(), torch.randn_like(x), []
+    for each in (plain, mlp):
+        out = each(x)
+        found.append([out, *torch.autograd.grad(out, [x, *each.parameters()], grad)])
+    for one, other in zip(*found, strict=True):
+        assert (other - one).norm() <= tolerance * one.norm()
+
+
 # ------------------------------------------------------------------------------------------------------- the operators
 
 
@@ -89,10 +109,11 @@ def test_the_compiler_keeps_an_operator_in_one_piece() -> None:
 
 def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
     """In a container without a C compiler, for example: Triton needs one."""
-    monkeypatch.setattr(fused, "_failures", [])
-    monkeypatch.setattr(fused, "_KERNEL", "scalelong.no_such_kernel")
+    monkeypatch.setattr(fused, "_failures", {})
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "scalelong.backbones.attention_kernel", raising=False)
     qkv = torch.randn(2, 257, 3 * 64)
-    with pytest.warns(UserWarning, match="the fused attention kernel failed"):
+    with pytest.warns(UserWarning, match=r"attention_kernel\.attend failed .*; using torch's instead"):
         found = fused.attention(qkv, 1)
     torch.testing.assert_close(found, _plain_attention(qkv, 1))
     assert len(fused._failures) == 1
@@ -102,6 +123,15 @@ def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.library.opcheck(fused._attention, (qkv, 1))
+
+
+def test_the_fused_mlp_has_the_outputs_and_gradients_of_the_plain_one(monkeypatch) -> None:
+    """In torch's operations; the kernels are compared in the interpreter and on a GPU."""
+    monkeypatch.setattr(fused, "_failures", {"mlp_kernel": "not here"})
+    plain, mlp, x = *_two_mlps(torch.float32), torch.randn(2, 5, 64)
+    assert_same_mlps(plain, mlp, x, 1e-5)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    assert_same_mlps(plain, compiled, x, 1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- the networks
@@ -273,7 +303,7 @@ _IN_THE_INTERPRETER = """
 import sys, torch
 sys.path.append(sys.argv[1])
 from scalelong.backbones import fused
-from tests.backbones.test_fused import _gradient, _plain_attention
+from tests.backbones.test_fused import _gradient, _plain_attention, _two_mlps, assert_same_mlps
 torch.manual_seed(0)
 for tokens, heads, channels in ((257, 2, 64), (258, 3, 32), (256, 1, 64), (65, 2, 16)):
     qkv = 2 * torch.randn(2, tokens, 3 * heads * channels)
@@ -282,13 +312,15 @@ for tokens, heads, channels in ((257, 2, 64), (258, 3, 32), (256, 1, 64), (65, 2
     grad = torch.randn_like(want)
     want, found = (_gradient(each, qkv, heads, grad) for each in (_plain_attention, fused.attention))
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-5)
-    assert not fused._failures, fused._failures
     print("equal", tokens)
+for rows in (130, 65):
+    assert_same_mlps(*_two_mlps(torch.float32), torch.randn(1, rows, 64), 1e-5)
+assert not fused._failures, fused._failures
 """
 
 
 @pytest.mark.slow
-def test_the_kernel_computes_attention(monkeypatch) -> None:
+def test_the_kernels_compute_attention_and_the_mlp(monkeypatch) -> None:
     """Triton's interpreter runs the kernel, program by program, on the CPU."""
     packages = ROOT / ".venv" / "packages"
     if not (packages / ".installed").exists():
@@ -330,6 +362,14 @@ def test_on_a_gpu_attention_is_exact_to_its_dtype(tokens: int, dtype: torch.dtyp
     assert not fused._failures
     assert torch.equal(found, again)  # sums have a fixed order
     assert (found - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm()
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [257, 1000])
+def test_on_a_gpu_the_mlp_is_exact_to_its_dtype(rows: int) -> None:
+    plain, mlp = _two_mlps(torch.bfloat16, "cuda")
+    assert_same_mlps(plain, mlp, torch.randn(3, rows, 64, device="cuda", dtype=torch.bfloat16), 0.02)
+    assert not fused._failures
 
 
 @needs_gpu

@@ -1,4 +1,4 @@
-"""Fused kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling and, attention only, for the fast training step.
+"""Fused kernels for U-ViT (bf16/fp16, CUDA), swapped in for sampling (`inference`) and for the fast step (`for_training`).
 
 Without gradients a matrix product can apply the GELU that follows it (the tanh approximation, off by at most 5e-4) or
 accumulate in place, and the residual path can stay in 16 bits. Each kernel is one custom operator, since torch.compile would
@@ -21,8 +21,7 @@ from torch.nn.modules import module as modules
 
 from scalelong.backbones.uvit import Attention, Block, Mlp, SkipLinear, UViT
 
-_KERNEL = "scalelong.backbones.attention_kernel"
-_failures: list[str] = []  # of the attention kernel; after one it is not tried again
+_failures: dict[str, str] = {}  # Triton modules that failed, with the error; they are not tried again
 
 
 @contextmanager
@@ -54,12 +53,15 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
             module.__class__ = plain
 
 
-def swap_attention(model: nn.Module) -> None:
-    """Use the attention kernel, which has a backward pass, in every U-ViT of `model` for good."""
+def for_training(model: nn.Module) -> None:
+    """Use the kernels that have a backward pass, attention and MLP, in every U-ViT of `model`, for good."""
     for network in (part for part in model.modules() if isinstance(part, UViT)):
-        for module in network.modules() if _has_attention_kernel(network) else ():
-            if type(module) is Attention and _can_fuse(module, attention_kernel=True):
+        attention_kernel = _has_attention_kernel(network)
+        for module in network.modules():
+            if type(module) is Attention and _can_fuse(module, attention_kernel):
                 module.__class__ = FusedAttention
+            if type(module) is Block and network.pos_embed.is_cuda and _gpu_has_kernel() and _has_mlp_kernel(module):
+                module.mlp.__class__ = FusedMlp
 
 
 class FusedBlock(Block):
@@ -93,6 +95,32 @@ class FusedAttention(Attention):
         return projected
 
 
+class FusedMlp(Mlp):
+    """An MLP with GELU inside its products; weights and biases have one dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        rows = x.flatten(0, -2).to(fc1.weight.dtype)
+        found: Tensor = _MlpProducts.apply(rows, fc1.weight, fc1.bias, fc2.weight, fc2.bias)  # type: ignore[no-untyped-call]
+        return found.view(*x.shape[:-1], -1)
+
+
+class _MlpProducts(torch.autograd.Function):
+    """y = GELU(x w1^T + b1) w2^T + b2 on rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        act, pre = _mlp_hidden(x, w1, b1)
+        ctx.save_for_backward(x, w1, w2, pre)
+        return F.linear(act, w2, b2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        x, w1, w2, pre = ctx.saved_tensors
+        act, dpre, db1 = _mlp_hidden_backward(dy, w2, pre)
+        return dpre @ w1, dpre.mT @ x, db1.to(w1.dtype), dy.mT @ act, dy.sum(0)
+
+
 _FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
 
 
@@ -118,9 +146,11 @@ def _can_fuse(module: nn.Module, attention_kernel: bool) -> bool:
     """False for a block if bypassing the calls of its MLP's layers would miss hooks, adapters or replaced forwards."""
     if isinstance(module, Attention):
         return attention_kernel and module.scale is None  # the kernel has 1 / sqrt(head size) only
-    if not isinstance(module, Block):
-        return _has_plain_parameters(module)
-    mlp = module.mlp
+    return _has_plain_mlp(module) if isinstance(module, Block) else _has_plain_parameters(module)
+
+
+def _has_plain_mlp(block: Block) -> bool:
+    mlp = block.mlp
     if type(mlp) is not Mlp or modules._global_forward_hooks or modules._global_forward_pre_hooks:
         return False
     if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in mlp.modules()):
@@ -131,6 +161,12 @@ def _can_fuse(module: nn.Module, attention_kernel: bool) -> bool:
 def _has_plain_parameters(module: nn.Module) -> bool:
     """False for quantised and sharded tensors, which are subclasses, and for an absent bias."""
     return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module._parameters.values())
+
+
+def _has_mlp_kernel(block: Block) -> bool:
+    """True where its tiles divide width and hidden channels."""
+    hidden, width = block.mlp.fc1.weight.shape
+    return _has_plain_mlp(block) and width % 64 == 0 and hidden % 128 == 0
 
 
 def _has_attention_kernel(network: UViT) -> bool:
@@ -160,21 +196,29 @@ def _add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float) -> Non
     onto.view(-1, onto.shape[-1]).addmm_(x.flatten(0, -2), weight.t(), alpha=factor)
 
 
+def _try_kernel(module: str, function: str, *arguments: Any) -> Any:
+    """What the function of a Triton module returns; None, with one warning, where it does not compile.
+
+    No C compiler, no Python headers, a GPU or a feature that this Triton does not support.
+    """
+    if module in _failures:
+        return None
+    try:
+        return getattr(importlib.import_module(f"scalelong.backbones.{module}"), function)(*arguments)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        _failures[module] = str(error)
+        warnings.warn(f"the kernel {module}.{function} failed ({error}); using torch's instead", stacklevel=2)
+    return None
+
+
 @torch.library.custom_op("scalelong::attention", mutates_args=())
 def _attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The output, and log2 of the sums of exponentials (B, H, T) for the backward pass.
-
-    Falls back to torch's operations, with a warning, where the kernel does not compile.
-    """
-    if not _failures:
-        try:
-            found: tuple[Tensor, Tensor] = importlib.import_module(_KERNEL).attend(qkv.contiguous(), heads)
-            return found
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001  # no C compiler, no Python headers, a GPU that Triton does not support
-            _failures.append(str(error))
-            warnings.warn(f"the fused attention kernel failed ({error}); using torch's instead", stacklevel=2)
+    """The output, and log2 of the sums of exponentials (B, H, T) for the backward pass."""
+    found: tuple[Tensor, Tensor] | None = _try_kernel("attention_kernel", "attend", qkv.contiguous(), heads)
+    if found is not None:
+        return found
     query, key, value = _heads(qkv, heads)
     out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     return out, qkv.new_zeros(len(qkv), heads, qkv.shape[1], dtype=torch.float32)
@@ -183,9 +227,9 @@ def _attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("scalelong::attention_backward", mutates_args=())
 def _attention_backward(qkv: Tensor, out: Tensor, stats: Tensor, grad: Tensor, heads: int) -> Tensor:
     """The gradient of qkv."""
-    if not _failures:
-        kernel = importlib.import_module(_KERNEL)
-        found: Tensor = kernel.attend_backward(qkv.contiguous(), out, stats, grad.contiguous(), heads)
+    arguments = (qkv.contiguous(), out, stats, grad.contiguous(), heads)
+    found: Tensor | None = _try_kernel("attention_kernel", "attend_backward", *arguments)
+    if found is not None:
         return found
     (query, key, value), dout = _heads(qkv, heads), torch.unflatten(grad, -1, (heads, -1)).transpose(1, 2)
     scale = query.shape[-1] ** -0.5
@@ -222,3 +266,33 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("scalelong::mlp_hidden", mutates_args=())
+def _mlp_hidden(x: Tensor, w1: Tensor, b1: Tensor) -> tuple[Tensor, Tensor]:
+    """act = GELU(pre) and pre = x w1^T + b1."""
+    found: tuple[Tensor, Tensor] | None = _try_kernel("mlp_kernel", "linear_gelu", x.contiguous(), w1, b1)
+    if found is not None:
+        return found
+    pre = F.linear(x, w1, b1)
+    return F.gelu(pre), pre
+
+
+@torch.library.custom_op("scalelong::mlp_hidden_backward", mutates_args=())
+def _mlp_hidden_backward(dy: Tensor, w2: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """act, the gradient dpre of pre, and the sums of dpre over rows in float32."""
+    found: tuple[Tensor, Tensor, Tensor] | None = _try_kernel("mlp_kernel", "gelu_backward", dy.contiguous(), w2, pre)
+    if found is not None:
+        return found
+    dpre = torch.ops.aten.gelu_backward(dy @ w2, pre)
+    return F.gelu(pre), dpre, dpre.sum(0, dtype=torch.float32)
+
+
+@_mlp_hidden.register_fake
+def _(x: Tensor, w1: Tensor, _b1: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(w1)), x.new_empty(len(x), len(w1))
+
+
+@_mlp_hidden_backward.register_fake
+def _(_dy: Tensor, _w2: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(pre), torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)

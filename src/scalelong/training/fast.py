@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scalelong.backbones import UViT, as_network
-from scalelong.backbones.fused import swap_attention
+from scalelong.backbones import UViT, as_network, fused
 from scalelong.data import Batch
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.parametrization import param_groups
@@ -235,7 +234,7 @@ def low_precision_copy(model: nn.Module, optimizer: FlatAdamW) -> nn.Module:
         mine._buffers.update(theirs._buffers)
         if isinstance(theirs, UViT):
             mine.in_blocks[0].register_forward_pre_hook(_to_low_precision)  # type: ignore[union-attr, index]
-    swap_attention(network)
+    fused.for_training(network)
     return network
 
 
