@@ -1,7 +1,7 @@
 """Triton kernels for attention over slightly more tokens than a multiple of 64, such as 256 patches and the time.
 
 Libraries process tokens in tiles of 128, so 257 cost as much as 384. Here the last one or two are vectors beside tiles of 64.
-Sums have a fixed order (no atomics), so training is reproducible. Measured by benchmarks/attention.py.
+Sums have a fixed order (no atomics), so training is reproducible. Measured by benchmarks/kernels.py.
 
 Shapes: B images, T tokens, H heads of D channels; qkv is (B, T, 3 H D) as the linear layer writes it. Exponentials are powers
 of 2: `scale` is log2(e) / sqrt(D), and `stats` (B, H, T) holds log2 of the sum of exponentials of each query.
@@ -22,7 +22,7 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is launched; benchmarks/attention.py times others."""
+    """How a kernel is launched; benchmarks/kernels.py times others."""
 
     warps: int = 4
     stages: int = 3
@@ -33,7 +33,7 @@ class Tiling:
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
-FORWARD, QUERIES, KEYS = Tiling(), Tiling(stages=2), Tiling(stages=2)
+FORWARD, QUERIES, KEYS = Tiling(), Tiling(registers=168), Tiling(registers=168)
 
 
 @triton.jit

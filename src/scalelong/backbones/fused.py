@@ -2,7 +2,7 @@
 
 Without gradients a matrix product can apply the GELU that follows it (the tanh approximation, off by at most 5e-4) or
 accumulate in place, and the residual path can stay in 16 bits. Each kernel is one custom operator, since torch.compile would
-decompose it otherwise. Measured by benchmarks/generate.py and benchmarks/attention.py.
+decompose it otherwise. Measured by benchmarks/generate.py and benchmarks/kernels.py.
 """
 
 from __future__ import annotations
