@@ -58,9 +58,8 @@ class Benchmark:
     cases: tuple[str, ...] = ("recipe", "loop", "unet", "trainer")
     compile: tuple[str, ...] = ("step",)  # of the trainer: off, default, reduce-overhead, step
     windows: int = 9
-    steps: int = 20  # in a window
+    steps: int = 20  # in a window; on a GPU at batch 64, and fewer at larger ones
     profile: int = 0  # steps to profile after timing: the kernels of each case, longest first
-    at_once: int = 8  # cases that compile at the same time; each holds its memory, at batch 512 up to 45 GiB
     cpu: bool = False
     startup: bool = True  # also measure how long importing and the first step take
     out: str = ""
@@ -238,25 +237,29 @@ class Results:
         write(self.out, self.content)
 
 
-SHAPE, WARM_UP = (3, 32, 32), 12
+SHAPE, WARM_UP, UNET_PEER = (3, 32, 32), 12, "unet: diffusers' example"
 
 
-def gpu_cases(command: Benchmark, batch: int) -> list[str]:
-    """The cases of one batch size, as --worker takes them: case/method/batch/mode."""
-    peers = [f"{case}/{method}" for case in ("recipe", "loop") for method in command.peer_methods]
-    found = [f"{peer}/{batch}/" for peer in peers if peer.split("/")[0] in command.cases]
-    if "trainer" in command.cases:
-        found += [f"trainer/{method}/{batch}/{mode}" for mode in command.compile for method in command.methods]
-    if "unet" in command.cases and batch == 128:
-        found += [f"unet: diffusers' example/none/{batch}/"]
-        found += [f"unet: trainer/none/{batch}/{mode}" for mode in command.compile]
-    return found
+def gpu_cases(command: Benchmark) -> list[list[str]]:
+    """The cases as --worker takes them, case/method/batch/mode, in groups that compile at the same time."""
+    groups = []
+    for batch in command.batch_sizes:
+        peers = [case for case in ("recipe", "loop") if case in command.cases]
+        cases = [f"{case}/{method}/{batch}/" for case in peers for method in command.peer_methods]
+        if "trainer" in command.cases:
+            cases += [f"trainer/{method}/{batch}/{mode}" for mode in command.compile for method in command.methods]
+        size = max(1, 1536 // batch)  # each holds its memory: at batch 512 up to 45 GiB
+        groups += [cases[first : first + size] for first in range(0, len(cases), size)]
+    if "unet" in command.cases:
+        groups.append([UNET_PEER + "/none/128/", *(f"unet: trainer/none/128/{mode}" for mode in command.compile)])
+    return groups
 
 
 def measure_on_a_gpu(command: Benchmark) -> dict[str, Any]:
     """What a worker prints: the windows of its case, peak memory, kernels."""
     case, method, size, mode = command.worker.split("/")
-    batch, device, timing = int(size), torch.device("cuda"), (command.windows, command.steps, WARM_UP)
+    batch, device = int(size), torch.device("cuda")
+    timing = (command.windows, max(3, command.steps * 64 // batch), WARM_UP)
     profile = Profile(command.profile) if command.profile else None
     if case.endswith("trainer"):
         config = config_of(method, batch, mode, True, "unet" if case.startswith("unet") else "uvit")
@@ -281,19 +284,16 @@ def on_a_gpu(command: Benchmark, results: Results) -> None:
         flops = training_flops(model, torch.zeros(1, *SHAPE), torch.zeros(1))
     results.content["gflop_per_image"] = flops / 1e9
     arguments = [f"--{key}={getattr(command, key)}" for key in ("windows", "steps", "profile")]
-    for batch in command.batch_sizes:
-        cases = gpu_cases(command, batch)
-        for first in range(0, len(cases), command.at_once):
-            part = cases[first : first + command.at_once]
-            workers = in_turn([[sys.executable, __file__, *arguments, "--worker", case] for case in part])
-            for name, found in zip(part, workers, strict=True):
-                case, method, _, mode = name.split("/")
-                if found is None:
-                    print(f"{name}: failed", flush=True)
-                    continue
-                compiled = {"compile": mode} if mode else {}
-                counted = 0 if case.startswith("unet") else flops
-                results.add(found["times"], counted, batch, found["more"], case=case, method=method, **compiled)
+    for group in gpu_cases(command):
+        workers = in_turn([[sys.executable, __file__, *arguments, "--worker", case] for case in group])
+        for name, found in zip(group, workers, strict=True):
+            case, method, batch, mode = name.split("/")
+            if found is None:
+                print(f"{name}: failed", flush=True)
+                continue
+            compiled = {"compile": mode} if mode else {}
+            counted = 0 if case.startswith("unet") else flops
+            results.add(found["times"], counted, int(batch), found["more"], case=case, method=method, **compiled)
 
 
 def on_a_cpu(command: Benchmark, results: Results) -> None:

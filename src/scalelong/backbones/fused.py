@@ -110,14 +110,14 @@ class _MlpProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        act, pre = _mlp_hidden(x, w1, b1)
-        ctx.save_for_backward(x, w1, w2, pre)
+        act, slope = _mlp_hidden(x, w1, b1)
+        ctx.save_for_backward(x, w1, w2, act, slope)
         return F.linear(act, w2, b2)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, w1, w2, pre = ctx.saved_tensors
-        act, dpre, db1 = _mlp_hidden_backward(dy, w2, pre)
+        x, w1, w2, act, slope = ctx.saved_tensors
+        dpre, db1 = _mlp_hidden_backward(dy, w2, slope)
         return dpre @ w1, dpre.mT @ x, db1.to(w1.dtype), dy.mT @ act, dy.sum(0)
 
 
@@ -270,22 +270,22 @@ _attention.register_autograd(_differentiate, setup_context=_keep)
 
 @torch.library.custom_op("scalelong::mlp_hidden", mutates_args=())
 def _mlp_hidden(x: Tensor, w1: Tensor, b1: Tensor) -> tuple[Tensor, Tensor]:
-    """act = GELU(pre) and pre = x w1^T + b1."""
+    """GELU of x w1^T + b1, and its derivative there."""
     found: tuple[Tensor, Tensor] | None = _try_kernel("mlp_kernel", "linear_gelu", x.contiguous(), w1, b1)
     if found is not None:
         return found
     pre = F.linear(x, w1, b1)
-    return F.gelu(pre), pre
+    return F.gelu(pre), torch.ops.aten.gelu_backward(torch.ones_like(pre), pre)
 
 
 @torch.library.custom_op("scalelong::mlp_hidden_backward", mutates_args=())
-def _mlp_hidden_backward(dy: Tensor, w2: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """act, the gradient dpre of pre, and the sums of dpre over rows in float32."""
-    found: tuple[Tensor, Tensor, Tensor] | None = _try_kernel("mlp_kernel", "gelu_backward", dy.contiguous(), w2, pre)
+def _mlp_hidden_backward(dy: Tensor, w2: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient before GELU, (dy w2) slope, and its sums over rows in float32."""
+    found: tuple[Tensor, Tensor] | None = _try_kernel("mlp_kernel", "gelu_backward", dy.contiguous(), w2, slope)
     if found is not None:
         return found
-    dpre = torch.ops.aten.gelu_backward(dy @ w2, pre)
-    return F.gelu(pre), dpre, dpre.sum(0, dtype=torch.float32)
+    dpre = (dy @ w2) * slope
+    return dpre, dpre.sum(0, dtype=torch.float32)
 
 
 @_mlp_hidden.register_fake
@@ -294,5 +294,5 @@ def _(x: Tensor, w1: Tensor, _b1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_mlp_hidden_backward.register_fake
-def _(_dy: Tensor, _w2: Tensor, pre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(pre), torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)
+def _(_dy: Tensor, _w2: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(slope), slope.new_empty(slope.shape[1], dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Triton kernels that compute GELU and its derivative inside the matrix products of an MLP.
 
-    forward    pre = x w1^T + b1, act = GELU(pre)
-    backward   dpre = (dy w2) GELU'(pre), act again, and the sums of dpre over rows
+    forward    pre = x w1^T + b1, act = GELU(pre), slope = GELU'(pre)
+    backward   dpre = (dy w2) slope, and its sums over rows
 
-Separate kernels would write and read these once more. `act` is computed twice rather than kept, as torch.compile does.
+Separate kernels write and read each of these once more.
 
 Shapes: M rows (images x tokens), D width, H hidden channels.
 """
@@ -80,7 +80,7 @@ def _place(M, H, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _halves(total, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right columns: worked on one after the other they need fewer registers."""
+    """The left and the right columns: stored one after the other they need fewer registers."""
     return tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -92,72 +92,69 @@ def _offsets(row, column, M, H, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _store_gelu(total, bias, act, pre, row, column, M, H, BM: tl.constexpr, BN: tl.constexpr):
+def _store_gelu(pre, bias, act, slope, row, column, M, H, BM: tl.constexpr, BN: tl.constexpr):
     columns, offsets, mask = _offsets(row, column, M, H, BM, BN)
-    low = (total + tl.load(bias + columns).to(tl.float32)[None, :]).to(pre.dtype.element_ty)
-    tl.store(pre + offsets, low, mask)
-    tl.store(act + offsets, gelu(low.to(tl.float32))[0].to(act.dtype.element_ty), mask)
+    value, derivative = gelu(pre + tl.load(bias + columns).to(tl.float32)[None, :])
+    tl.store(act + offsets, value.to(act.dtype.element_ty), mask)
+    tl.store(slope + offsets, derivative.to(slope.dtype.element_ty), mask)
 
 
 @triton.jit
 def _linear_gelu(
-    x, w1, bias, act, pre, M, H, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    x, w1, bias, act, slope, M, H, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     row, column = _place(M, H, BM, BN)
-    total = tl.zeros((BM, BN), tl.float32)
+    pre = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(0, D, BK):
-        total = tl.dot(x.load([row, k]), w1.load([column, k]).T, total)
-    left, right = _halves(total, BM, BN)
-    _store_gelu(left, bias, act, pre, row, column, M, H, BM, BN // 2)
-    _store_gelu(right, bias, act, pre, row, column + BN // 2, M, H, BM, BN // 2)
+        pre = tl.dot(x.load([row, k]), w1.load([column, k]).T, pre)
+    left, right = _halves(pre, BM, BN)
+    _store_gelu(left, bias, act, slope, row, column, M, H, BM, BN // 2)
+    _store_gelu(right, bias, act, slope, row, column + BN // 2, M, H, BM, BN // 2)
 
 
 @triton.jit
-def _store_gradient(total, pre, act, dpre, sums, row, column, M, H, BM: tl.constexpr, BN: tl.constexpr):
+def _store_gradient(dact, slope, dpre, sums, row, column, M, H, BM: tl.constexpr, BN: tl.constexpr):
     columns, offsets, mask = _offsets(row, column, M, H, BM, BN)
-    value, slope = gelu(tl.load(pre + offsets, mask, other=0.0).to(tl.float32))
-    tl.store(act + offsets, value.to(act.dtype.element_ty), mask)
-    total = total * slope
-    tl.store(dpre + offsets, total.to(dpre.dtype.element_ty), mask)
-    tl.store(sums + row // BM * H + columns, tl.sum(total, 0))
+    gradient = dact * tl.load(slope + offsets, mask, other=0.0).to(tl.float32)
+    tl.store(dpre + offsets, gradient.to(dpre.dtype.element_ty), mask)
+    tl.store(sums + row // BM * H + columns, tl.sum(gradient, 0))
 
 
 @triton.jit
 def _gelu_backward(
-    dy, w2, pre, act, dpre, sums, M, H, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    dy, w2, slope, dpre, sums, M, H, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     row, column = _place(M, H, BM, BN)
     total = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(0, D, BK):
         total = tl.dot(dy.load([row, k]), w2.load([k, column]), total)
     left, right = _halves(total, BM, BN)
-    _store_gradient(left, pre, act, dpre, sums, row, column, M, H, BM, BN // 2)
-    _store_gradient(right, pre, act, dpre, sums, row, column + BN // 2, M, H, BM, BN // 2)
+    _store_gradient(left, slope, dpre, sums, row, column, M, H, BM, BN // 2)
+    _store_gradient(right, slope, dpre, sums, row, column + BN // 2, M, H, BM, BN // 2)
 
 
 def linear_gelu(x: Tensor, w1: Tensor, bias: Tensor, tiling: Tiling = FORWARD) -> tuple[Tensor, Tensor]:
-    """act and pre, both (M, H); x is (M, D), w1 (H, D)."""
+    """act and slope, both (M, H); x is (M, D), w1 (H, D)."""
     (rows, width), hidden, t = x.shape, w1.shape[0], tiling
-    act, pre = x.new_empty(rows, hidden), x.new_empty(rows, hidden)
+    act, slope = x.new_empty(rows, hidden), x.new_empty(rows, hidden)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _linear_gelu[_grid(rows, hidden, t)](
-            _tiles(x, t.rows, t.inner), _tiles(w1, t.columns, t.inner), bias, act, pre, rows, hidden,
+            _tiles(x, t.rows, t.inner), _tiles(w1, t.columns, t.inner), bias, act, slope, rows, hidden,
             width, t.rows, t.columns, t.inner, **t.options,
         )  # fmt: skip
-    return act, pre
+    return act, slope
 
 
-def gelu_backward(dy: Tensor, w2: Tensor, pre: Tensor, tiling: Tiling = BACKWARD) -> tuple[Tensor, Tensor, Tensor]:
-    """act and dpre, both (M, H), and the sums of dpre over rows, (H,) in float32; dy is (M, D), w2 (D, H)."""
-    (rows, hidden), t = pre.shape, tiling
-    act, dpre = torch.empty_like(pre), torch.empty_like(pre)
-    sums = torch.empty(triton.cdiv(rows, t.rows), hidden, device=pre.device)
-    with torch.cuda.device_of(pre):
+def gelu_backward(dy: Tensor, w2: Tensor, slope: Tensor, tiling: Tiling = BACKWARD) -> tuple[Tensor, Tensor]:
+    """dpre (M, H), and its sums over rows, (H,) in float32; dy is (M, D), w2 (D, H)."""
+    (rows, hidden), t = slope.shape, tiling
+    dpre, sums = torch.empty_like(slope), torch.empty(triton.cdiv(rows, t.rows), hidden, device=slope.device)
+    with torch.cuda.device_of(slope):
         _gelu_backward[_grid(rows, hidden, t)](
-            _tiles(dy, t.rows, t.inner), _tiles(w2, t.inner, t.columns), pre, act, dpre, sums, rows, hidden,
+            _tiles(dy, t.rows, t.inner), _tiles(w2, t.inner, t.columns), slope, dpre, sums, rows, hidden,
             dy.shape[1], t.rows, t.columns, t.inner, **t.options,
         )  # fmt: skip
-    return act, dpre, sums.sum(0)
+    return dpre, sums.sum(0)
 
 
 def _grid(rows: int, hidden: int, tiling: Tiling) -> tuple[int]:
