@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from scalelong.backbones.uvit import Attention, Block, Mlp, SkipLinear, UViT
+from scalelong.backbones.uvit import Attention, Block, Mlp, PatchEmbed, SkipLinear, UViT
 
 _failures: dict[str, str] = {}  # Triton modules that failed, with the error; they are not tried again
 
@@ -54,7 +54,7 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
 
 
 def for_training(model: nn.Module) -> None:
-    """Use the kernels that have a backward pass, attention and MLP, in every U-ViT of `model`, for good."""
+    """Use what is faster and has a backward pass in every U-ViT of `model`, for good."""
     for network in (part for part in model.modules() if isinstance(part, UViT)):
         attention_kernel = _has_attention_kernel(network)
         for module in network.modules():
@@ -62,6 +62,10 @@ def for_training(model: nn.Module) -> None:
                 module.__class__ = FusedAttention
             if type(module) is Block and network.pos_embed.is_cuda and _gpu_has_kernel() and _has_mlp_kernel(module):
                 module.mlp.__class__ = FusedMlp
+            if type(module) is SkipLinear and _has_plain_parameters(module):
+                module.__class__ = TrainedSkipLinear
+            if type(module) is PatchEmbed and _is_plain(module.proj):
+                module.__class__ = FusedPatchEmbed
 
 
 class FusedBlock(Block):
@@ -95,6 +99,44 @@ class FusedAttention(Attention):
         return projected
 
 
+class FusedPatchEmbed(PatchEmbed):
+    """The convolution as a matrix product over the pixels of each patch: no changes of the memory layout."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        size, weight = self.proj.kernel_size[0], self.proj.weight
+        patches = torch.unflatten(torch.unflatten(image, 3, (-1, size)), 2, (-1, size)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3).flatten(1, 2).to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class TrainedSkipLinear(SkipLinear):
+    """x Wx + b, onto which coefficient * (skip Ws) is accumulated in place; for tensors in the dtype of the weights."""
+
+    def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
+        if isinstance(coefficient, Tensor):
+            return super().forward(x, skip, coefficient)
+        rows, skip_rows = (each.flatten(0, -2).to(self.weight.dtype) for each in (x, skip))
+        found: Tensor = _Join.apply(rows, skip_rows, self.weight, self.bias, coefficient)  # type: ignore[no-untyped-call]
+        return found.view(*x.shape[:-1], -1)
+
+
+class _Join(torch.autograd.Function):
+    """x Wx^T + factor * skip Ws^T + bias on rows, where weight is [Wx, Ws]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x, skip, weight)
+        ctx.factor = factor
+        found: Tensor = _join(x, skip, weight, bias, factor)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, skip, weight = ctx.saved_tensors
+        weight_x, weight_skip = torch.split(weight, [x.shape[1], skip.shape[1]], dim=1)
+        dweight = torch.cat([grad.mT @ x, ctx.factor * (grad.mT @ skip)], dim=1)
+        return grad @ weight_x, grad @ (ctx.factor * weight_skip), dweight, grad.sum(0), None
+
+
 class FusedMlp(Mlp):
     """An MLP with GELU inside its products; weights and biases have one dtype."""
 
@@ -117,8 +159,8 @@ class _MlpProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         x, w1, w2, act, slope = ctx.saved_tensors
-        dpre, db1 = _mlp_hidden_backward(dy, w2, slope)
-        return dpre @ w1, dpre.mT @ x, db1.to(w1.dtype), dy.mT @ act, dy.sum(0)
+        dpre, sums = _mlp_hidden_backward(dy, w2, slope)
+        return dpre @ w1, dpre.mT @ x, sums.sum(0).to(w1.dtype), dy.mT @ act, dy.sum(0)
 
 
 _FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
@@ -158,6 +200,12 @@ def _has_plain_mlp(block: Block) -> bool:
     return all(type(layer) is nn.Linear and _has_plain_parameters(layer) for layer in (mlp.fc1, mlp.fc2))
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """False if bypassing its call would miss hooks, adapters or a replaced forward."""
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Conv2d and not hooked and _has_plain_parameters(layer)
+
+
 def _has_plain_parameters(module: nn.Module) -> bool:
     """False for quantised and sharded tensors, which are subclasses, and for an absent bias."""
     return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module._parameters.values())
@@ -194,6 +242,17 @@ def _(x: Tensor, weight: Tensor, _bias: Tensor) -> Tensor:
 @torch.library.custom_op("scalelong::add_product_", mutates_args=("onto",))
 def _add_product_(onto: Tensor, x: Tensor, weight: Tensor, factor: float) -> None:
     onto.view(-1, onto.shape[-1]).addmm_(x.flatten(0, -2), weight.t(), alpha=factor)
+
+
+@torch.library.custom_op("scalelong::join", mutates_args=())
+def _join(x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, factor: float) -> Tensor:
+    weight_x, weight_skip = torch.split(weight, [x.shape[1], skip.shape[1]], dim=1)
+    return F.linear(x, weight_x, bias).addmm_(skip, weight_skip.t(), alpha=factor)
+
+
+@_join.register_fake
+def _(x: Tensor, _skip: Tensor, weight: Tensor, _bias: Tensor, _factor: float) -> Tensor:
+    return x.new_empty(len(x), len(weight))
 
 
 def _try_kernel(module: str, function: str, *arguments: Any) -> Any:
@@ -280,12 +339,13 @@ def _mlp_hidden(x: Tensor, w1: Tensor, b1: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("scalelong::mlp_hidden_backward", mutates_args=())
 def _mlp_hidden_backward(dy: Tensor, w2: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient before GELU, (dy w2) slope, and its sums over rows in float32."""
+    """The gradient before GELU, (dy w2) slope, and its sums over each 128 rows in float32."""
     found: tuple[Tensor, Tensor] | None = _try_kernel("mlp_kernel", "gelu_backward", dy.contiguous(), w2, slope)
     if found is not None:
         return found
     dpre = (dy @ w2) * slope
-    return dpre, dpre.sum(0, dtype=torch.float32)
+    padded = F.pad(dpre, (0, 0, 0, -len(dpre) % 128))
+    return dpre, torch.unflatten(padded, 0, (-1, 128)).sum(1, dtype=torch.float32)
 
 
 @_mlp_hidden.register_fake
@@ -295,4 +355,5 @@ def _(x: Tensor, w1: Tensor, _b1: Tensor) -> tuple[Tensor, Tensor]:
 
 @_mlp_hidden_backward.register_fake
 def _(_dy: Tensor, _w2: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(slope), slope.new_empty(slope.shape[1], dtype=torch.float32)
+    tiles = (len(slope) + 127) // 128
+    return torch.empty_like(slope), slope.new_empty(tiles, slope.shape[1], dtype=torch.float32)

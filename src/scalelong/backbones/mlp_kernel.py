@@ -146,7 +146,7 @@ def linear_gelu(x: Tensor, w1: Tensor, bias: Tensor, tiling: Tiling = FORWARD) -
 
 
 def gelu_backward(dy: Tensor, w2: Tensor, slope: Tensor, tiling: Tiling = BACKWARD) -> tuple[Tensor, Tensor]:
-    """dpre (M, H), and its sums over rows, (H,) in float32; dy is (M, D), w2 (D, H)."""
+    """dpre (M, H), and its sums over each tile of rows, (tiles, H) in float32; dy is (M, D), w2 (D, H)."""
     (rows, hidden), t = slope.shape, tiling
     dpre, sums = torch.empty_like(slope), torch.empty(triton.cdiv(rows, t.rows), hidden, device=slope.device)
     with torch.cuda.device_of(slope):
@@ -154,7 +154,7 @@ def gelu_backward(dy: Tensor, w2: Tensor, slope: Tensor, tiling: Tiling = BACKWA
             _tiles(dy, t.rows, t.inner), _tiles(w2, t.inner, t.columns), slope, dpre, sums, rows, hidden,
             dy.shape[1], t.rows, t.columns, t.inner, **t.options,
         )  # fmt: skip
-    return dpre, sums.sum(0)
+    return dpre, sums
 
 
 def _grid(rows: int, hidden: int, tiling: Tiling) -> tuple[int]:
