@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
-from measure import about, write
+from measure import about, kernel_table, write
 
 from scalelong.backbones import UViT, UViTConfig
 from scalelong.diffusion import VPSDE, Objective
@@ -28,7 +28,9 @@ class Benchmark:
     batch_sizes: tuple[int, ...] = (1000, 2000)
     modes: tuple[Literal["eager", "compiled"], ...] = ("eager", "compiled")
     precision: SamplingPrecision = "bf16"
+    inception: bool = True  # also time its features
     weights: str | None = None  # file of the Inception weights; default: fetched
+    profile: bool = False  # the kernels of one evaluation of the network
     out: str = ""
 
 
@@ -44,7 +46,14 @@ def main() -> None:
     )
     with torch.no_grad():
         model.final_layer.weight.mul_(0.1)  # untrained weights: keep the images finite
-    rows, images = [], torch.empty(0)
+    result: dict[str, Any] = {**about(device), "images": command.num, "steps": command.steps, "rows": []}
+
+    def add(what: str, seconds: float) -> None:
+        result["rows"].append({"what": what, "seconds": seconds})
+        print(result["rows"][-1], flush=True)
+        write(command.out, result)
+
+    images = torch.empty(0)
     for what in command.modes:
         net = torch.compile(model) if what == "compiled" else model
         for batch_size in command.batch_sizes:
@@ -56,16 +65,19 @@ def main() -> None:
             list(sample_batches(*network, warm_up, progress=False))
             started = time.perf_counter()
             images = torch.cat(list(sample_batches(*network, settings, progress=False)))
-            rows.append({"what": f"{what}, batch {batch_size}", "seconds": time.perf_counter() - started})
-            print(rows[-1], flush=True)
-    for precision in ("fp32", "tf32"):
+            add(f"{what}, batch {batch_size}", time.perf_counter() - started)
+            if command.profile:
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                    list(sample_batches(*network, warm_up, progress=False))
+                    torch.cuda.synchronize()
+                result["rows"][-1]["kernels"] = kernel_table(profile, warm_up.steps)
+                write(command.out, result)
+    for precision in ("fp32", "tf32") if command.inception else ():
         inception = InceptionFeatures(device, command.weights, precision=precision)
         inception(images[:1000])
         started = time.perf_counter()
         inception(images)
-        rows.append({"what": f"Inception, {precision}", "seconds": time.perf_counter() - started})
-        print(rows[-1], flush=True)
-    write(command.out, {**about(device), "images": command.num, "steps": command.steps, "rows": rows})
+        add(f"Inception, {precision}", time.perf_counter() - started)
 
 
 if __name__ == "__main__":

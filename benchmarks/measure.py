@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -23,18 +24,18 @@ Step = Callable[[int], object]  # called with the number of the step, from 1
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """The commit, command, device and versions of a result."""
+    """The commit (of a copy without history: $SCALELONG_COMMIT), command, device and versions of a result."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # a copy without its history
-        commit = ""
+    commit = os.environ.get("SCALELONG_COMMIT", "")
+    if not commit and (ROOT / ".git").exists():
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     on_gpu = device.type == "cuda"
     cores = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    arguments = " ".join(sys.argv[1:]).partition("--out")[0].split()  # without the file, which is named last
     return {
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
         "device": torch.cuda.get_device_name(device) if on_gpu else cores,
         "clock": "seconds" if on_gpu or torch.get_num_threads() > 1 else "seconds of processor time",
         "torch": torch.__version__,

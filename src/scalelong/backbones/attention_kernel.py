@@ -1,7 +1,7 @@
 """Triton kernels for attention over slightly more tokens than a multiple of 64, such as 256 patches and the time.
 
 Libraries process tokens in tiles of 128, so 257 cost as much as 384. Here tiles have 64, and the loop over them treats the
-remaining tokens as vectors. Sums have a fixed order (no atomics), so training is reproducible. Times: benchmarks/kernels.py.
+remaining tokens as vectors. Sums have a fixed order, so training is reproducible. Times: benchmarks/fused_kernels.py.
 
 Shapes: B images, T tokens, H heads of D channels; qkv is (B, T, 3 H D) as the linear layer writes it. Exponentials are powers
 of 2: `scale` is log2(e) / sqrt(D), and `stats` (B, H, T) holds log2 of the sum of exponentials of each query.
@@ -22,7 +22,7 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is launched; benchmarks/kernels.py times others."""
+    """How a kernel is launched; benchmarks/fused_kernels.py times others."""
 
     warps: int = 4
     stages: int = 3

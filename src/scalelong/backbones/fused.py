@@ -2,7 +2,7 @@
 
 Without gradients a matrix product can apply the GELU that follows it (the tanh approximation, off by at most 5e-4) or
 accumulate in place, and the residual path can stay in 16 bits. Each kernel is one custom operator, since torch.compile would
-decompose it otherwise. Measured by benchmarks/generate.py and benchmarks/kernels.py.
+decompose it otherwise. Measured by benchmarks/generate.py and benchmarks/fused_kernels.py.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class TrainedSkipLinear(SkipLinear):
     """x Wx + b, onto which coefficient * (skip Ws) is accumulated in place; for tensors in the dtype of the weights."""
 
     def forward(self, x: Tensor, skip: Tensor, coefficient: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
-        if isinstance(coefficient, Tensor):
-            return super().forward(x, skip, coefficient)
+        if isinstance(coefficient, Tensor):  # gates: the compiler joins this product with its neighbours
+            skip, coefficient = skip * coefficient.to(skip.dtype), 1.0
         rows, skip_rows = (each.flatten(0, -2).to(self.weight.dtype) for each in (x, skip))
         found: Tensor = _Join.apply(rows, skip_rows, self.weight, self.bias, coefficient)  # type: ignore[no-untyped-call]
         return found.view(*x.shape[:-1], -1)

@@ -1,6 +1,6 @@
 """The fused attention and MLP kernels against torch's on a GPU: milliseconds per block of U-ViT-S/2.
 
-python benchmarks/kernels.py --out benchmarks/results/kernels.json
+python benchmarks/fused_kernels.py --out benchmarks/results/fused_kernels.json
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Candidate:
 def main() -> None:
     command = tyro.cli(Benchmark, description=__doc__)
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/kernels.py: needs a GPU")
+        raise SystemExit("benchmarks/fused_kernels.py: needs a GPU")
     result: dict[str, Any] = {**about(torch.device("cuda")), "rows": []}
     for tokens in command.tokens:
         for each in itertools.chain(attention(command, tokens), mlp(command, tokens)):
