@@ -195,7 +195,7 @@ def test_the_advice_of_kappa_is_that_of_the_study() -> None:
     assert None not in level
     assert CROSSOVER - 10_000 < max(level) <= CROSSOVER  # type: ignore[type-var]
     end = max(pair.last for pair in found)
-    assert study_table.verdict(*study_table.at_end(found, end)[:3]) == "level with"
+    assert study_table.verdict(*study_table.at_end(found, end)[:3]) == "on par with"
     lead = -min(min(pair.loss.values()) for pair in found)
     said = recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=100, steps=CROSSOVER).advice
     assert f"at most {lead:.1f}% ahead in training loss and ended level" in said
