@@ -173,7 +173,7 @@ def test_a_wrong_number_in_the_readme_would_be_noticed(tmp_path: Path, monkeypat
     page.write_text("<!-- headline: begin -->\n\nFID 3.1\n\n<!-- headline: end -->\n")
     monkeypatch.setattr(figures_table, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["", "--check"])
-    with pytest.raises(SystemExit, match="is not what the results say"):
+    with pytest.raises(SystemExit, match="is out of date"):
         figures_table.fill(page, "headline", "FID 32.3")
 
 

@@ -173,7 +173,7 @@ def summary(points: Sequence[Point], over: str = "lr") -> str:
         moved = max(row.best for row in rows) / min(row.best for row in rows)
         held = [dict(_curve(points, kind, row.width, over)).get(rows[0].best, math.inf) for row in rows]
         wider = all(later <= earlier for earlier, later in pairwise(held))
-        better = "is never worse" if wider else "is worse somewhere"
+        better = "is never worse" if wider else "is sometimes worse"
         lines.append(f"{kind:9} the best {over} moves by a factor of {moved:.3g}; at {rows[0].best:g}, wider {better}")
     return "\n".join(lines)
 
