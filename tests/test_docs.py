@@ -198,7 +198,7 @@ def test_the_advice_of_kappa_is_that_of_the_study() -> None:
     assert study_table.verdict(*study_table.at_end(found, end)[:3]) == "on par with"
     lead = -min(min(pair.loss.values()) for pair in found)
     said = recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=100, steps=CROSSOVER).advice
-    assert f"at most {lead:.1f}% ahead in training loss and ended level" in said
+    assert f"at most {lead:.1f}% ahead in training loss and ended on par" in said
 
 
 def test_the_number_of_networks_in_the_readme_is_that_of_the_table() -> None:

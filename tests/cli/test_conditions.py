@@ -99,5 +99,5 @@ def test_a_dry_run_prints_the_size_without_the_data(preset, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["train", preset, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^data        \S+: not there yet; expected are images of", printed, re.M)
+    assert re.search(r"^data        \S+: not available; assuming images of", printed, re.M)
     assert {"imagenet64-unet": "parameters  144,394,723", "coco-uvit-s2": "parameters  44,692,644"}[preset] in printed
