@@ -56,7 +56,7 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert "- **Condition**: the class; left out of 10% of the samples" in card
+    assert "- **Condition**: class; dropped for 10% of the samples" in card
     monkeypatch.chdir(tmp_path / "exported")
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], {})
 

@@ -191,7 +191,7 @@ class StreamLoader(Loader):
                 worker, index, items = asked.popleft()
                 while failure := self._wait_for(worker):
                     self.replaced += 1
-                    sentence = f"data.workers: a reading process {failure}, at {self.source.where(int(items[0]))}"
+                    sentence = f"data.workers: a worker process {failure}, at {self.source.where(int(items[0]))}"
                     if self.replaced > _MOST_REPLACED or not protected("loader.replace"):
                         raise DataError(f"{sentence}; {self.replaced} have failed, try fewer data.workers or 0")
                     logger.warning("%s; starting another one at the same position", sentence)
