@@ -1,4 +1,4 @@
-"""The picture of the long runs, for README.md and the docs; drawn by scripts/study_table.py."""
+"""Figure of the long runs for README.md and the docs; called by scripts/study_table.py."""
 
 from __future__ import annotations
 
