@@ -9,7 +9,7 @@ export MKL_NUM_THREADS ?= 1
 
 .PHONY: audit demo faults test test-slow test-portable lint docs dist browser clean help
 
-help:            ## this list
+help:            ## show this help
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
 
 $(STAMP): pyproject.toml constraints.txt
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs,monai,datasets,tensorboard]'
 	touch $@
 
-demo: $(STAMP)   ## set everything up and see the idea at work on embedded data
+demo: $(STAMP)   ## set up and run the demo on bundled data
 	$(BIN)/scalelong demo
 
 lint: $(STAMP)   ## ruff, mypy --strict, import-linter
@@ -28,20 +28,20 @@ lint: $(STAMP)   ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-audit: $(STAMP)  ## known vulnerabilities of what is installed (pip-audit)
+audit: $(STAMP)  ## check dependencies for known vulnerabilities (pip-audit)
 	$(BIN)/pip-audit --local --skip-editable --progress-spinner off
 
 docs: $(STAMP)   ## build the site into site/
 	$(BIN)/mkdocs build --strict --quiet
 
-test: lint docs  ## set everything up, lint, type-check, build the docs, run the tests
+test: lint docs  ## set up, lint, type-check, build the docs, run the tests
 	$(BIN)/pytest -n 2
 
-test-portable: $(STAMP)  ## the fast tests as on other CPUs: without vector instructions, and with AVX2 on two threads
+test-portable: $(STAMP)  ## fast tests emulating other CPUs: no vector instructions, and AVX2 with two threads
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/pytest -n 2
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_WAIT_POLICY=passive TEST_THREADS=2 $(BIN)/pytest -n 2
 
-browser:         ## Debian's chromium, for the report's tests, where it is missing and can be installed
+browser:         ## install Debian's chromium for the report tests, if possible
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; } || \
 		echo "no chromium: the browser tests will be skipped"
 
@@ -52,10 +52,10 @@ $(PACKAGES): tests/packages.txt $(STAMP)
 test-slow: $(STAMP) $(PACKAGES) browser  ## compile matrix, kill-and-resume, two real ranks, browser
 	$(BIN)/pytest -n 2 -m slow --durations 10
 
-faults: $(STAMP) ## inject every fault of docs/faults.md and write that page, about ten minutes
+faults: $(STAMP) ## inject every fault and write docs/faults.md, about ten minutes
 	$(BIN)/python -m tests.faults
 
-dist:            ## wheel and sdist into dist/, and a smoke test of the wheel in an empty environment
+dist:            ## build wheel and sdist into dist/ and smoke-test the wheel
 	rm -rf dist $(VENV)/dist
 	$(PYTHON) -m venv $(VENV)/dist/build
 	$(VENV)/dist/build/bin/python -m pip install --quiet build
@@ -64,5 +64,5 @@ dist:            ## wheel and sdist into dist/, and a smoke test of the wheel in
 	env -u PYTHONPATH $(VENV)/dist/empty/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
 	cd $(VENV)/dist && env -u PYTHONPATH empty/bin/python $(CURDIR)/scripts/smoke_test.py
 
-clean:           ## remove what make made
+clean:           ## remove build artifacts
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache

@@ -27,7 +27,7 @@ from scalelong.report.colours import PALETTE
 from scalelong.report.numbers import running_mean
 from scalelong.runs.reader import Run
 
-VERDICTS = {True: "yes", False: "no", None: "not decided: one seed"}
+VERDICTS = {True: "yes", False: "no", None: "inconclusive: one seed"}
 
 
 @dataclass(frozen=True)

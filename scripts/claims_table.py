@@ -1,7 +1,7 @@
-"""The overview of docs/claims.md: every figure and table of the paper, what was measured, and the verdict.
+"""Generate the overview table of docs/claims.md: every figure and table of the paper, our measurement and the verdict.
 
-Run by scripts/figures_table.py. Measurements and verdicts come from experiments/results; only the paper's claims and what is
-not measured are written here.
+Called by scripts/figures_table.py. Measurements and verdicts come from experiments/results; only the paper's claims and the
+reasons for missing measurements are written here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "study"))
 from plot import AGAIN, BASELINE, baselines
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
-QUEUED = "not measured at a length that decides; queued in `experiments/study/queue.yaml`"
-PAPER = (  # item, claim, folder of results (without its scale), column of the study, or why there is no measurement
-    ("Fig. 1", "CS and LS reduce the oscillation of features, rsqrt2 less", "fig01-oscillation"),
-    ("Figs. 2 and 4", "diagrams of the UNet and of LS", "drawn by `scalelong inspect`; nothing to measure"),
-    ("Fig. 3", "sizes of x_t and eps; CS and LS resist extra noise", "fig03-distributions"),
+QUEUED = "no sufficiently long runs yet; queued in `experiments/study/queue.yaml`"
+PAPER = (  # item, claim, and a result folder (without its scale), a column of the study, or why there is no measurement
+    ("Fig. 1", "CS and LS reduce feature oscillation, rsqrt2 less so", "fig01-oscillation"),
+    ("Figs. 2 and 4", "diagrams of the UNet and of LS", "no measurement; see `scalelong inspect`"),
+    ("Fig. 3", "size of x_t and eps; CS and LS are more robust to extra noise", "fig03-distributions"),
     ("Fig. 5", "CS and LS train 1.5x faster", "study: test_loss"),
     ("Fig. 6", "the gain is larger for small batches and deep networks", f"{QUEUED} (d)"),
     ("Fig. 7", "LS learns coefficients near the curve of CS", "fig07-learned-kappa"),
-    ("Figs. 8 to 10", "sample images", "[ours](reproduce.md), far shorter runs; images are not judged by eye"),
-    ("Fig. 11", "block norms exceed 1 and grow in training", "fig11-block-norms"),
+    ("Figs. 8 to 10", "sample images", "[ours](reproduce.md) are from far shorter runs; not judged visually"),
+    ("Fig. 11", "block norms exceed 1 and grow during training", "fig11-block-norms"),
     ("Fig. 12", "Fig. 1 holds for every seed", "fig12-seeds"),
     ("Fig. 13", "kappa above 1 hurts", "fig13-amplify"),
     ("Table 1", "lower FID with CS and LS in every setting", "study: fid"),
@@ -39,15 +39,15 @@ PAPER = (  # item, claim, folder of results (without its scale), column of the s
     ("Table 4", "the direction of CS matters", "table4-direction"),
     (
         "Tables 5 and 6",
-        "data sets and settings",
-        "[presets](train.md) of the same names; held by `tests/runs/test_settings.py`",
+        "datasets and settings",
+        "[presets](train.md) of the same names, checked by `tests/runs/test_settings.py`",
     ),
-    ("Lemma 3.2, Theorems 3.1, 3.3, 3.4", "see there", "[checked numerically](theory.md), statement by statement"),
+    ("Lemma 3.2, Theorems 3.1, 3.3, 3.4", "theory", "[checked numerically](theory.md), statement by statement"),
 )
 
 
 def overview() -> str:
-    lines = ["| of the paper | claim | measured | verdict | seeds | scale | command |", "|---|---|---|---|---|---|---|"]
+    lines = ["| item | claim | measured | verdict | seeds | setting | command |", "|---|---|---|---|---|---|---|"]
     for item, claim, source in PAPER:
         study, _, column = source.partition(": ")
         measured = _study(column) if study == "study" else _folders(source)
@@ -59,7 +59,7 @@ def overview() -> str:
 
 
 def _folders(name: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """Measured (the first statement), verdict, seeds, scale and command of an experiment, at each scale."""
+    """Measurement (first statement), verdict, seeds, setting and command of an experiment, for each scale."""
     for folder in sorted(RESULTS.glob(f"{name}-[cg]pu")):
         summary = json.loads((folder / "summary.json").read_text())
         claims = summary["claims"]
@@ -76,7 +76,7 @@ def _folders(name: str) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def command(folder: str) -> str:
-    """What writes a folder of results, NAME-SCALE; summary.json names what wrote it at its commit."""
+    """The current command that writes a result folder NAME-SCALE; summary.json has the one used at its commit."""
     name, _, scale = folder.rpartition("-")
     return f"python experiments/run.py {name}" + ("" if scale == "cpu" else f" --scale {scale}")
 
@@ -90,7 +90,7 @@ def _seeds(folder: Path) -> str:
 
 
 def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """One column of the long runs against the unscaled run of the same seed; pieces of other protocols apart."""
+    """One column of the long runs relative to the unscaled run of the same seed, per protocol."""
     with (RESULTS / "study" / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     pieces: dict[str, list[dict[str, str]]] = defaultdict(list)
@@ -109,7 +109,7 @@ def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
                 behind.append(not found.lead.ahead_at_end)
                 seeds |= pairs.keys()
         if said:
-            verdict = "not decided: one seed" if len(seeds) == 1 else "**disagrees**" if all(behind) else "see text"
+            verdict = "inconclusive: one seed" if len(seeds) == 1 else "**disagrees**" if all(behind) else "see text"
             scale = f"piece {piece}: U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128"
             yield " ".join(said), verdict, str(len(seeds)), scale, "`python experiments/study/piece.py`"
 

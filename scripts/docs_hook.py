@@ -1,4 +1,4 @@
-"""Pages that mkdocs makes from the program itself: the command line, the settings, and the tutorial from its notebook."""
+"""mkdocs hook that generates pages for the command line, the settings and the tutorial notebook."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command_line() -> str:
     """`--help` of every verb and of its sub-commands."""
     from scalelong.cli.main import USAGE, VERBS
 
-    parts = ["# Command line\n\nWhat `scalelong VERB --help` prints.\n", f"```text\n{USAGE}\n```\n"]
+    parts = ["# Command line\n\nOutput of `scalelong VERB --help`.\n", f"```text\n{USAGE}\n```\n"]
     for verb in VERBS:
         text = _help([verb])
         parts.append(f"## {verb}\n\n```text\n{text}\n```\n")
@@ -88,8 +88,8 @@ def _help(words: list[str]) -> str:
     finally:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     text = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()).strip()
-    if words == ["train"]:  # the settings have a page of their own
-        text = text.partition("\n data options")[0].rstrip() + "\n\n and every setting of the page Settings."
+    if words == ["train"]:  # settings have their own page
+        text = text.partition("\n data options")[0].rstrip() + "\n\n and all settings listed on the page Settings."
     lines = (line.rstrip() for line in text.splitlines())
     return "\n".join(textwrap.fill(line, 96) if len(line) > 96 else line for line in lines)
 
@@ -101,13 +101,13 @@ def settings() -> str:
 
     intro = (
         "# Settings\n\nThe keys of `config.yaml`, and flags of `scalelong train` with dashes: `training.batch_size` is "
-        "`--training.batch-size`. Defaults are those without a preset. A run that is resumed "
-        "may change only settings marked ↻.\n"
+        "`--training.batch-size`. Defaults apply without a preset. "
+        "Only settings marked ↻ may change when a run is resumed.\n"
     )
     parts = [intro]
     for part, group in vars(RunConfig()).items():
         about = (inspect.getdoc(type(group)) or "").partition("\n")[0]
-        lines = [f"## {part}\n\n{about}\n", "| setting | values | default | what |", "|---|---|---|---|"]
+        lines = [f"## {part}\n\n{about}\n", "| setting | values | default | description |", "|---|---|---|---|"]
         comments, hints = _comments(type(group)), typing.get_type_hints(type(group))
         for field in dataclasses.fields(group):
             key = f"{part}.{field.name}"

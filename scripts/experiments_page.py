@@ -1,7 +1,7 @@
-"""docs/experiments.md: every experiment with its question, settings, main numbers, seeds, verdict, cost, command and picture.
+"""Generate docs/experiments.md: question, settings, main numbers, seeds, verdict, cost, command and figure per experiment.
 
-python scripts/experiments_page.py            # writes it from experiments/*/settings.yaml and experiments/results
-python scripts/experiments_page.py --check    # fails if it is not current
+python scripts/experiments_page.py            # write it from experiments/*/settings.yaml and experiments/results
+python scripts/experiments_page.py --check    # fail if it is out of date
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PICTURES = {
 
 
 def results_of(name: str) -> list[Path]:
-    """The folders of results of an experiment: one for each scale that was run, or those that its own program wrote."""
+    """The result folders of an experiment: one per scale that was run, or those written by its own program."""
     known = [RESULTS / f"{name}-{scale}" for scale in scales(name)] or sorted(RESULTS.glob(f"{name}*"))
     return [folder for folder in known if any(folder.glob("*"))]
 
 
 def table() -> str:
-    """A row for each experiment and scale."""
+    """One row per experiment and scale."""
     lines = ["| experiment | question | seeds | verdict | minutes |", "|---|---|---|---|---|"]
     for name in names():
         found = results_of(name)
@@ -48,14 +48,14 @@ def table() -> str:
 
 
 def gallery() -> str:
-    """A section for each experiment."""
+    """One section per experiment."""
     return "\n\n".join("\n".join(section(load(name))) for name in names())
 
 
 def section(experiment: Experiment) -> Iterator[str]:
     yield f"## {experiment.name}"
     yield ""
-    where = f" Discussed on [this page]({experiment.page})." if experiment.page else ""
+    where = f" [Discussion]({experiment.page})." if experiment.page else ""
     yield _escaped(experiment.question) + where
     yield ""
     known = scales(experiment.name)
@@ -97,7 +97,7 @@ def _setting(folder: Path) -> str:
 
 
 def _numbers(experiment: Experiment, folder: Path) -> str:
-    """What was measured for the first claim; without claims, the first measure of every run."""
+    """The measurement of the first claim or, without claims, the first measure of every run."""
     if claims := _summary(folder).get("claims"):
         return f"{claims[0]['measured'][0].upper()}{claims[0]['measured'][1:]}."
     path = folder / "runs.csv"
@@ -118,17 +118,17 @@ def _count(folder: Path) -> str:
 
 def _verdict(folder: Path, page: str) -> str:
     if not (folder / "summary.json").is_file():
-        return f"[see there]({page})"
+        return f"[discussion]({page})"
     claims = [claim["agrees"] for claim in _summary(folder).get("claims", ())]
     if not claims:
-        return "no claim of the paper"
+        return "not a claim of the paper"
     if None in claims:
-        return "not decided: one seed"
+        return "inconclusive: one seed"
     return f"{sum(claims)} of {len(claims)} statements agree"
 
 
 def _minutes(folder: Path) -> str:
-    """Minutes of all runs added up, of the machine that they ran on."""
+    """Total minutes of all runs."""
     if pieces := _pieces(folder):
         return f"{sum(piece['minutes'] for piece in pieces):.0f}"
     path = folder / "runs.csv"

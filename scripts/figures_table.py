@@ -1,7 +1,7 @@
-"""The tables of docs/figures.md, claims.md, should-i-use-it.md, mup.md and reproduce.md from the results of the experiments.
+"""Generate the tables of docs/figures.md, claims.md, should-i-use-it.md, mup.md and reproduce.md from experiments/results.
 
-python scripts/figures_table.py            # writes them
-python scripts/figures_table.py --check    # fails if they are not those of the results
+python scripts/figures_table.py            # write them
+python scripts/figures_table.py --check    # fail if they are out of date
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ FIGURES = (
     "fig13-amplify",
     "table4-direction",
 )
-VERDICTS = {True: "yes", False: "**no**", None: "not decided: one seed"}
+VERDICTS = {True: "yes", False: "**no**", None: "inconclusive: one seed"}
 MEASURED = {
     "conditional-gpu": {
         "run": "run",
         "guidance": "guidance",
         "value": "FID",
         "images": "images",
-        "final_loss": "loss at the end",
+        "final_loss": "final loss",
     },
     "text-to-emoji-gpu": {
-        "images": "images of",
+        "images": "images from",
         "guidance": "guidance",
         "n": "images",
-        "first (all)": "right caption first",
+        "first (all)": "top-1",
         "± (all)": "±",
-        "five (all)": "among the first five",
-        "first (seen)": "first, second judge",
+        "five (all)": "top-5",
+        "first (seen)": "top-1, second judge",
         "± (seen)": "± ",
-        "five (seen)": "among five, second judge",
+        "five (seen)": "top-5, second judge",
     },
 }
 
 
 def claims_table(name: str) -> str:
-    """What the paper says beside what was measured, at every scale that was run."""
+    """The paper's claims next to our measurements, for every scale that was run."""
     lines = []
     for scale in ("cpu", "gpu"):
         path = RESULTS / f"{name}-{scale}" / "summary.json"
@@ -73,7 +73,7 @@ def claims_table(name: str) -> str:
 
 
 def measured_table(folder: str, columns: Mapping[str, str]) -> str:
-    """The rows of one experiment, of these columns (key -> heading), and its picture."""
+    """The rows of one experiment with the given columns (key -> heading), and its figure."""
     summary = json.loads((RESULTS / folder / "summary.json").read_text())
     lines = [_origin(folder, summary), "", f"| {' | '.join(columns.values())} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(_cell(row[key]) for key in columns)} |" for row in summary["table"]]
@@ -118,7 +118,7 @@ def rules_table() -> str:
 
 
 def transfer_table(over: str) -> str:
-    """The best rate or kappa at every width, over all seeds and for each of them, and the loss at the base's best."""
+    """The best rate or kappa at every width, overall and per seed, and the loss at the best value of the base."""
     points = read_results(STORED / {"lr": "rates", "kappa": "kappas"}[over])
     names, base = {"mup": "muP", "standard": "standard"}, optima(points, over)[0].best
 
@@ -145,23 +145,23 @@ def _escaped(text: str) -> str:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Into the docs; when only checking, it must be there already."""
+    """Copy into the docs; with --check, require an identical copy."""
     if "--check" not in sys.argv:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     elif not target.is_file() or target.read_bytes() != source.read_bytes():
-        sys.exit(f"{target.relative_to(ROOT)} is not {source.relative_to(ROOT)}; run scripts/figures_table.py")
+        sys.exit(f"{target.relative_to(ROOT)} differs from {source.relative_to(ROOT)}; run scripts/figures_table.py")
 
 
 def fill(page: Path, name: str, table: str) -> None:
-    """Put a table between its marks."""
+    """Replace the text between the begin and end markers."""
     text = page.read_text()
     pattern = re.compile(rf"(<!-- {re.escape(name)}: begin -->\n).*?(<!-- {re.escape(name)}: end -->)", re.S)
     if not pattern.search(text):
-        sys.exit(f"{page.relative_to(ROOT)} has no marks for {name}")
+        sys.exit(f"{page.relative_to(ROOT)} has no markers for {name}")
     new = pattern.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", text)
     if "--check" in sys.argv and new != text:
-        sys.exit(f"{page.relative_to(ROOT)}: {name} is not what the results say; run scripts/figures_table.py")
+        sys.exit(f"{page.relative_to(ROOT)}: {name} is out of date; run scripts/figures_table.py")
     if new != text:
         page.write_text(new)
 

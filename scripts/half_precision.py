@@ -1,4 +1,4 @@
-"""The FID Inception in half the bytes (44 MB), for machines to which little can be carried; and its way back.
+"""Convert the FID Inception weights to half precision (44 MB) for transfer, and back.
 
     python scripts/half_precision.py inception-half.pt
 

@@ -1,4 +1,4 @@
-"""Check an installed package, with nothing of the repository in reach: `make dist` runs it in an empty environment.
+"""Smoke test of the installed package; `make dist` runs it in an empty environment.
 
 python scripts/smoke_test.py
 """

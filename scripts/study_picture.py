@@ -1,4 +1,4 @@
-"""The picture of the long runs, for README.md and the docs; drawn by scripts/study_table.py."""
+"""Figure of the long runs for README.md and the docs; called by scripts/study_table.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def colour(method: str) -> str:
 
 
 def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
-    """Loss against unscaled, and FID; one colour for a method, one line for a seed."""
+    """Loss relative to unscaled, and FID; one colour per method, one line per seed."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     left.axhline(0, color=colour("none"), linewidth=2, label=NAMES["none"])
@@ -37,13 +37,13 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
                 left.plot(at, pair.loss[at], "o", color=colour(method), markersize=6)
     marks = [pair.level_at for pair in shown["cs kappa=0.7"] if pair.level_at is not None]
     if marks:
-        text = f"CS level at {as_range(marks)} steps"
+        text = f"CS catches up at {as_range(marks)} steps"
         line = {"arrowstyle": "-", "color": "#888"}
         left.annotate(
             text, (max(marks), -0.01), xytext=(max(marks), -0.42), fontsize=9.5, color="#333", arrowprops=line
         )
     left.set(ylim=(-0.5, 1.5), xlim=(8_000, None))
-    left.set_title("training loss, % above the unscaled network's", fontsize=11, loc="left")
+    left.set_title("training loss relative to unscaled (%)", fontsize=11, loc="left")
     bases = {pair.seed: pair.base_fid for method, each in shown.items() if method != MILD for pair in each}
     lines = [("none", seed, curve) for seed, curve in bases.items()]
     lines += [(method, pair.seed, pair.fid) for method, each in shown.items() for pair in each]
@@ -56,7 +56,7 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
     left.legend(frameon=False, fontsize=10)
     right.set_title("FID-10k of the averaged weights", fontsize=11, loc="left")
     for axes in (left, right):
-        axes.set_xlabel("training steps; one line for each seed", fontsize=9.5)
+        axes.set_xlabel("training step (one line per seed)", fontsize=9.5)
         axes.xaxis.set_major_formatter(lambda step, _position: f"{step / 1000:g}k")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -64,6 +64,6 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
 
 
 def picture_digest() -> str:
-    """Of the table that the picture was drawn from."""
+    """Hash of the table that the figure was drawn from."""
     with Image.open(PICTURE) as image:
         return str(image.info.get("Description", ""))

@@ -1,7 +1,7 @@
-"""What the long runs say, for README.md, docs/index.md and docs/should-i-use-it.md, and their picture.
+"""Generate the study's summary, tables and figure in README.md, docs/index.md and docs/should-i-use-it.md.
 
-python scripts/study_table.py            # writes them from experiments/results and benchmarks/results
-python scripts/study_table.py --check    # fails if they are not those of the results
+python scripts/study_table.py            # write them from experiments/results and benchmarks/results
+python scripts/study_table.py --check    # fail if they are out of date
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ CURVES = RESULTS / "study" / "curves.csv"
 STEPS = range(10_000, 1_000_000, 10_000)
 NAMES = {
     "none": "unscaled",
-    AGAIN: "unscaled again, later kernels",
+    AGAIN: "unscaled, repeated with newer kernels",
     "cs kappa=0.7": "CS, kappa = 0.7",
     "ls": "LS",
-    "ls start=0.95": "LS, gates from 0.95",
+    "ls start=0.95": "LS, start = 0.95",
     "universal kappa=0.5": "universal, kappa = 0.5",
 }
 MILD = "ls start=0.95"
-LEVEL_LOSS, LEVEL_FID = 0.2, 2.1  # per cent, points: what two unscaled runs of one seed differ by is called none
+LEVEL_LOSS, LEVEL_FID = 0.2, 2.1  # percent, points: the difference between two unscaled runs of one seed
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A method against the unscaled run on the same batches."""
+    """A method and the unscaled run on the same batches."""
 
     method: str
     seed: int
-    loss: Curve  # training loss relative to unscaled in per cent, mean of the 5,000 steps before
+    loss: Curve  # training loss relative to unscaled in percent, mean over the previous 5,000 steps
     fid: Curve
     base_fid: Curve
 
@@ -59,8 +59,9 @@ class Pair:
 
 
 def pairs(like: str = PIECE) -> dict[str, list[Pair]]:
-    """Of the pieces with the network and training of one: by method, one pair for each seed, the longest. The unscaled run is
-    that of the piece, or else the last of the seed.
+    """Map each method to its longest pair per seed, among pieces with the same network and training settings as `like`.
+
+    The unscaled run comes from the same piece, or else from the longest one with the same seed.
     """
     runs: dict[tuple[str, str, int], dict[str, Curve]] = {}
     rows = comparable(RESULTS / "study", like)
@@ -90,23 +91,23 @@ def name(method: str) -> str:
 
 
 def at_end(found: list[Pair], end: int) -> tuple[float, float, float, int]:
-    """Loss in per cent, FID, FID of unscaled, and the number of seeds, of the runs that reach this step."""
+    """Mean loss in percent, FID, unscaled FID and the number of seeds, over the runs that reach this step."""
     there = [pair for pair in found if pair.last >= end and end in pair.fid and end in pair.base_fid]
     means = (fmean(values) for values in zip(*((p.loss[end], p.fid[end], p.base_fid[end]) for p in there), strict=True))
     return (*means, len(there))  # type: ignore[return-value]
 
 
 def last_step(found: list[Pair]) -> int:
-    """The last step at which loss and FID of a method and of the unscaled network are known."""
+    """The last step with loss and FID for both the method and the unscaled network."""
     return max(step for pair in found for step in pair.fid if step in pair.loss and step in pair.base_fid)
 
 
 def verdict(loss: float, fid: float, base: float) -> str:
-    """How a method ends: the loss and FID must agree for more than "level" or "undecided"."""
+    """Compare with the unscaled network; "better" and "worse" need loss and FID to agree."""
     places = {_sign(loss, LEVEL_LOSS), _sign(fid - base, LEVEL_FID)}
     if places == {0}:
-        return "level with"
-    return "undecided against" if places >= {-1, 1} else "ahead of" if -1 in places else "behind"
+        return "on par with"
+    return "inconclusive against" if places >= {-1, 1} else "better than" if -1 in places else "worse than"
 
 
 def _sign(value: float, limit: float) -> int:
@@ -114,38 +115,40 @@ def _sign(value: float, limit: float) -> int:
 
 
 def headline(found: Mapping[str, list[Pair]]) -> str:
-    """One paragraph: how the main methods end, and who leads when."""
+    """One-paragraph summary of the main methods."""
     end = last_step(found["cs kappa=0.7"])
     main = [method for method in ("cs kappa=0.7", "ls") if last_step(found[method]) >= end]
     said, seeds = [], 0
     for method in main:
         loss, fid, base, seeds = at_end(found[method], end)
         said.append(
-            f"{name(method).replace(',', ' with')} ends {verdict(loss, fid, base)} the unscaled network (training loss "
-            f"{loss:+.2f}%, FID {fid:.1f} against {base:.1f})"
+            f"{name(method).replace(',', ' with')} is {verdict(loss, fid, base)} the unscaled network (training loss "
+            f"{loss:+.2f}%, FID {fid:.1f} vs. {base:.1f})"
         )
     level = [pair.level_at for pair in found["cs kappa=0.7"]]
     early = (
-        f"Up to {as_range(level)} steps the unscaled network leads" if None not in level else "Unscaled leads early on"
+        f"The unscaled network leads for the first {as_range(level)} steps"
+        if None not in level
+        else "The unscaled network leads early on"
     )
     lead = -min(min(pair.loss.values()) for pair in found["cs kappa=0.7"])
     mild = ""
     if MILD in found:
-        mild = f" LS whose gates start at 0.95 instead of 0.5 ends {_verdict(found[MILD])}: {outcome(found[MILD])}."
+        mild = f" LS with gates initialized at 0.95 instead of 0.5 is {_verdict(found[MILD])}: {outcome(found[MILD])}."
     return (
         f"After {end:,} steps of a U-ViT of width 256 on CIFAR-10 ({_plural(seeds, 'seed')}), {' and '.join(said)}. "
-        f"{early}; later CS is at most {lead:.1f}% ahead ({_plural(len(level), 'seed')}).{mild}{repeat(found)}"
+        f"{early}; after that, CS is ahead by at most {lead:.1f}% ({_plural(len(level), 'seed')}).{mild}{repeat(found)}"
     )
 
 
 def repeat(found: Mapping[str, list[Pair]]) -> str:
-    """How far two unscaled runs of one seed are apart."""
+    """The run-to-run difference of two unscaled runs with one seed."""
     if AGAIN not in found:
         return ""
     loss, fid, base, _ = at_end(found[AGAIN], last_step(found[AGAIN]))
     return (
-        f" Two unscaled runs of one seed that differ in their kernels alone end {abs(loss):.2f}% apart, with FID {fid:.1f} "
-        f"and {base:.1f}: smaller differences are no evidence."
+        f" Two unscaled runs with the same seed but different kernels end {abs(loss):.2f}% apart in loss, with FID {fid:.1f} "
+        f"and {base:.1f}: treat smaller differences as noise."
     )
 
 
@@ -154,15 +157,15 @@ def _verdict(found: list[Pair]) -> str:
 
 
 def worst(found: list[Pair]) -> float:
-    """The largest loss against unscaled, in per cent."""
+    """The largest relative loss, in percent."""
     return max(max(pair.loss.values()) for pair in found)
 
 
 def outcome(found: list[Pair]) -> str:
-    """How a method ends, in numbers."""
+    """Final loss and FID as text."""
     end = last_step(found)
     loss, fid, base, seeds = at_end(found, end)
-    return f"training loss {loss:+.2f}%, FID {fid:.1f} against {base:.1f} at {end:,} steps ({_plural(seeds, 'seed')})"
+    return f"training loss {loss:+.2f}%, FID {fid:.1f} vs. {base:.1f} at {end:,} steps ({_plural(seeds, 'seed')})"
 
 
 def _plural(count: int, what: str) -> str:
@@ -186,14 +189,14 @@ def loss_table(found: Mapping[str, list[Pair]]) -> str:
 
 
 def fid_table(found: Mapping[str, list[Pair]]) -> str:
-    """FID at the steps of the plan, and the last of each run, method by method and seed by seed."""
+    """FID at fixed steps and at the end of each run, per method and seed."""
     rows: dict[tuple[str, int], Curve] = {}
     for method, each in found.items():
         for pair in each:
             rows.setdefault(("none", pair.seed), pair.base_fid)
             rows[method, pair.seed] = pair.fid
     steps = [10_000, 25_000, 50_000, 100_000]
-    lines = ["| FID-10k | seed | 10k | 25k | 50k | 100k | last before |", "|---|---|---|---|---|---|---|"]
+    lines = ["| FID-10k | seed | 10k | 25k | 50k | 100k | last |", "|---|---|---|---|---|---|---|"]
     for (method, seed), fid in sorted(rows.items(), key=lambda row: (["none", *found].index(row[0][0]), row[0][1])):
         cells = [f"{fid[step]:.1f}" if step in fid else "" for step in steps]
         last = max(fid)
@@ -203,7 +206,7 @@ def fid_table(found: Mapping[str, list[Pair]]) -> str:
 
 
 def advice(found: Mapping[str, list[Pair]]) -> str:
-    """The decision table: situation, what to use, what to expect."""
+    """The decision table: training setting, recommendation, measurement."""
     cs = found["cs kappa=0.7"]
     early = [pair.loss[10_000] for pair in cs]
     middle = [pair.loss[step] for pair in cs for step in range(40_000, 70_001, 10_000) if step in pair.loss]
@@ -223,26 +226,26 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
         (
             "U-ViT of width 256, depth 12; batch 128, rate 2e-4; under 30,000 steps",
             "no scaling",
-            f"CS 0.7 has {min(early):+.1f}% to {max(early):+.1f}% loss at 10,000 steps and draws level at {level} "
+            f"CS 0.7 has {min(early):+.1f}% to {max(early):+.1f}% loss at 10,000 steps and catches up at {level} "
             f"({_plural(len(cs), 'seed')})",
         ),
         (
             "the same, 40,000 to 70,000 steps",
             "CS 0.7 or none",
-            f"CS {min(middle):+.2f}% to {max(middle):+.2f}% training loss, no more than two unscaled runs differ by; FID "
-            f"undecided (see below)",
+            f"CS {min(middle):+.2f}% to {max(middle):+.2f}% training loss, within the difference of two unscaled runs; FID "
+            f"inconclusive (see below)",
         ),
         (
             f"the same, {end:,} steps",
-            {"ahead of": "CS 0.7", "behind": "no scaling"}.get(verdict(loss, fid, base), "either"),
-            f"CS {verdict(loss, fid, base)} none: loss {loss:+.2f}%, FID {fid:.1f} against {base:.1f} "
+            {"better than": "CS 0.7", "worse than": "no scaling"}.get(verdict(loss, fid, base), "either"),
+            f"CS {verdict(loss, fid, base)} none: loss {loss:+.2f}%, FID {fid:.1f} vs. {base:.1f} "
             f"({_plural(seeds, 'seed')})",
         ),
         (
             "U-ViT-S/2, batch 64, 8,000 steps",
             "no scaling",
-            f"FID {short['none'][8000]:.1f} unscaled, {short['cs'][8000]:.1f} with CS 0.5; by class "
-            f"{classes['none, seed 0']:.1f}, CS 0.5 {classes['cs 0.5, seed 0']:.1f}, LS "
+            f"FID {short['none'][8000]:.1f} unscaled, {short['cs'][8000]:.1f} with CS 0.5; class-conditional "
+            f"{classes['none, seed 0']:.1f} unscaled, CS 0.5 {classes['cs 0.5, seed 0']:.1f}, LS "
             f"{classes['ls, seed 0']:.1f} (1 seed each)",
         ),
         (
@@ -252,33 +255,31 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
             f"{100 * (after / plain - 1):+.1f}% (3 seeds)",
         ),
         (
-            "LS as published, gates from 0.5",
-            "either" if ls_ahead else "not for its loss",
-            f"training loss at the end: {ls}",
+            "LS as published (gates start at 0.5)",
+            "either" if ls_ahead else "not for a lower loss",
+            f"final training loss: {ls}",
         ),
         (
-            "a network that was trained without scaling",
+            "a network trained without scaling",
             "no scaling",
-            f"CS 0.9 at sampling raises its FID from {tuned[1.0]:.1f} to {tuned[0.9]:.1f}, CS 0.7 to "
+            f"CS 0.9 at sampling time raises FID from {tuned[1.0]:.1f} to {tuned[0.9]:.1f}, CS 0.7 to "
             f"{tuned[0.7]:.1f} (1 seed)",
         ),
         (
-            "weights that were trained with a scaling",
+            "a network trained with scaling",
             "the same scaling",
-            "it is part of the function; loading checks it",
+            "the scaling is part of the function; loading checks it",
         ),
         (
-            "300,000 steps and more; depth 20 and more; batch 32; rates at which training diverges",
+            "300,000 steps or more; depth 20 or more; batch 32; unstable learning rates",
             "try both",
-            "the paper reports gains there; not measured here (in the queue of the study)",
+            "the paper reports gains here; not yet measured by us (queued)",
         ),
     ]
     if mild := found.get(MILD):
         ahead = all(pair.loss[pair.last] < -LEVEL_LOSS for pair in mild)
         use = "no scaling" if not ahead else "LS with `start=0.95`" if len(mild) > 1 else "try LS with `start=0.95`"
-        said = (
-            f"LS with `start=0.95` ends {_verdict(mild)}: {outcome(mild)}; never behind by more than {worst(mild):.2f}%"
-        )
+        said = f"LS with `start=0.95` is {_verdict(mild)}: {outcome(mild)}; never worse by more than {worst(mild):.2f}%"
         rows.insert(
             0, ("U-ViT of width 256, depth 12; batch 128, rate 2e-4; any length up to 100,000 steps", use, said)
         )
@@ -288,7 +289,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
 
 
 def other_settings() -> list[tuple[str, str, str]]:
-    """A row for each other network or training of the study: depth, batch, rate, data."""
+    """One row per other configuration of the study: depth, batch, rate, data."""
     pieces, shown, found = read_meta(RESULTS / "study")["pieces"], {row["experiment"] for row in _comparable(PIECE)}, []
     for piece, about in pieces.items():
         if piece in shown:
@@ -352,7 +353,7 @@ def main() -> None:
     if "--check" not in sys.argv:
         draw(found, digest)
     elif picture_digest() != digest:
-        sys.exit(f"{PICTURE.relative_to(ROOT)} was drawn from another curves.csv; run scripts/study_table.py")
+        sys.exit(f"{PICTURE.relative_to(ROOT)} is out of date; run scripts/study_table.py")
 
 
 if __name__ == "__main__":

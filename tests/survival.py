@@ -275,21 +275,23 @@ class Limit:
 def limits() -> dict[tuple[str, str], Limit]:
     """The known limits by subject and situation."""
     found = {
-        ("EDM2 style", "FSDP2"): Limit("FSDP2 takes no scalar parameters, such as its gain", "scalar parameters"),
+        ("EDM2 style", "FSDP2"): Limit(
+            "FSDP2 does not support scalar parameters, such as its gain", "scalar parameters"
+        ),
     }
     for when in ("LoRA before", "LoRA after"):
-        found["EDM2 style", when] = Limit("its own weight-normalised layers are none that peft knows", "target_modules")
+        found["EDM2 style", when] = Limit("peft does not support its weight-normalized layers", "target_modules")
         found["UNetMotionModel", when] = Limit(
-            "it calls linear layers by keyword, which peft's do not take", "argument: 'x'"
+            "it calls linear layers by keyword, which peft does not support", "argument: 'x'"
         )
     for name, subject in subjects().items():
         if not subject.diffusers:
             found[name, "pipeline"] = Limit(
-                "no diffusers model, so no part of a pipeline", "No such file|no attribute 'from_pretrained'"
+                "not a diffusers model, so not part of a pipeline", "No such file|no attribute 'from_pretrained'"
             )
     name = "UniDiffuser UTransformer2DModel"
     found[name, "pipeline"] = Limit(
-        "diffusers' pipelines hold UniDiffuserModel, not this part", "no attribute UTransformer2DModel"
+        "diffusers' pipelines contain UniDiffuserModel, not this part", "no attribute UTransformer2DModel"
     )
     return found
 

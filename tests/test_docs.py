@@ -173,7 +173,7 @@ def test_a_wrong_number_in_the_readme_would_be_noticed(tmp_path: Path, monkeypat
     page.write_text("<!-- headline: begin -->\n\nFID 3.1\n\n<!-- headline: end -->\n")
     monkeypatch.setattr(figures_table, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["", "--check"])
-    with pytest.raises(SystemExit, match="is not what the results say"):
+    with pytest.raises(SystemExit, match="is out of date"):
         figures_table.fill(page, "headline", "FID 32.3")
 
 
@@ -195,10 +195,10 @@ def test_the_advice_of_kappa_is_that_of_the_study() -> None:
     assert None not in level
     assert CROSSOVER - 10_000 < max(level) <= CROSSOVER  # type: ignore[type-var]
     end = max(pair.last for pair in found)
-    assert study_table.verdict(*study_table.at_end(found, end)[:3]) == "level with"
+    assert study_table.verdict(*study_table.at_end(found, end)[:3]) == "on par with"
     lead = -min(min(pair.loss.values()) for pair in found)
     said = recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=100, steps=CROSSOVER).advice
-    assert f"at most {lead:.1f}% ahead in training loss and ended level" in said
+    assert f"at most {lead:.1f}% ahead in training loss and ended on par" in said
 
 
 def test_the_number_of_networks_in_the_readme_is_that_of_the_table() -> None:

@@ -1,6 +1,6 @@
 """Scale the long skip connections of U-shaped diffusion models (ScaleLong, NeurIPS 2023).
 
-One line on the model you have: `scalelong.apply(model, "cs", kappa=0.7)`. Names are imported when they are first used.
+Usage: `scalelong.apply(model, "cs", kappa=0.7)`. Public names are imported lazily.
 """
 
 from importlib import import_module

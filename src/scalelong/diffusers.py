@@ -1,7 +1,7 @@
-"""`import scalelong.diffusers`: from now on diffusers loads models with their scaling, conditioning and muP.
+"""Make diffusers restore scaling, feature conditioning and muP when it loads models.
 
-Pipelines with a scaled model name this module in their model_index.json, so that diffusers asks for this import where it is
-missing. Its attributes are those of diffusers.
+Pipelines with a scaled model name this module in their model_index.json, so diffusers asks for this import if it is missing.
+The module re-exports the attributes of diffusers.
 
 >>> import scalelong, scalelong.diffusers
 >>> from diffusers import UNet1DModel

@@ -1,4 +1,4 @@
-"""The errors of this package, and wording shared by their messages."""
+"""Exceptions and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ScaleLongError(Exception):
-    """Base class of this package's errors; the command line prints any of them as one line."""
+    """Base class of all scalelong errors; the command line prints them as one line."""
 
 
 class SettingError(ScaleLongError, ValueError):
@@ -26,7 +26,7 @@ class DamagedFileError(ScaleLongError, ValueError):
 
 
 class UnsafePathError(ScaleLongError, ValueError):
-    """A name or link that leads out of the folder it belongs to."""
+    """A name or link that escapes its folder."""
 
 
 class CheckpointError(ScaleLongError, RuntimeError):
@@ -34,25 +34,25 @@ class CheckpointError(ScaleLongError, RuntimeError):
 
 
 class WriteError(ScaleLongError, OSError):
-    """A file that could not be written because the disk is full or fails; nothing of it is left."""
+    """A file could not be written because the disk is full or failing; no partial file is left."""
 
 
 class NonFiniteError(ScaleLongError, RuntimeError):
-    """A loss or gradient is not finite, or there were too many such steps; the weights are those before the update."""
+    """A loss or gradient is not finite, or there were too many such steps; the update was not applied."""
 
 
 class StoppedError(ScaleLongError, RuntimeError):
-    """A run was asked to stop by a signal and wrote a checkpoint; the command line exits with `StoppedError.code`."""
+    """A run was stopped by a signal after writing a checkpoint; the command line exits with `StoppedError.code`."""
 
     code = 75  # EX_TEMPFAIL of sysexits.h: run the same command again
 
 
 class NoLongSkipsError(ScaleLongError, ValueError):
-    """The network has no long skips, or they cannot be scaled one by one."""
+    """The network has no long skips, or they cannot be scaled individually."""
 
 
 class VerificationError(ScaleLongError, ValueError):
-    """The hooks on a model do not scale its long skips, or not only them."""
+    """The hooks of a model do not scale exactly its long skips."""
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -66,7 +66,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def unknown_name(key: str, name: object, known: Iterable[str]) -> SettingError:
-    """A SettingError for a name that is not among the known ones; raise it.
+    """Return a SettingError for an unknown name, with a suggestion.
 
     >>> print(unknown_name("sampler", "dimm", ["ddim", "heun"]))
     sampler: unknown 'dimm'; did you mean 'ddim'? choose one of ddim, heun
@@ -87,7 +87,7 @@ def require(holds: bool, key: str, rule: str, value: object) -> None:
 
 
 def require_number(key: str, value: Any, low: float, high: float, whole: bool = False) -> None:
-    """Raise a SettingError unless `value` is a number in [low, high]; the one check of every numeric setting.
+    """Raise a SettingError unless `value` is a finite number in [low, high].
 
     >>> require_number("optimizer.clip_norm", float("nan"), 0, 1e9)
     Traceback (most recent call last):
@@ -101,7 +101,7 @@ def require_number(key: str, value: Any, low: float, high: float, whole: bool = 
 
 
 def require_memory(key: str, needed: float, what: str) -> None:
-    """Raise a SettingError if `needed` bytes are more than this machine's memory: it would be killed, not refused."""
+    """Raise a SettingError if `needed` bytes exceed this machine's memory."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
         sizes = f"{what} at least {needed / 2**30:,.0f} GiB of memory, this machine has {total / 2**30:,.0f}"
@@ -109,7 +109,7 @@ def require_memory(key: str, needed: float, what: str) -> None:
 
 
 def short(value: object, limit: int = 80) -> str:
-    """repr(value), cut; hostile values are large or nested deeply.
+    """Truncated repr(value); safe for large or deeply nested values.
 
     >>> short("x" * 200, 10)
     "'xxxxxx..."
@@ -122,7 +122,7 @@ def short(value: object, limit: int = 80) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as the command line prints it: its message, or for others than expected ones also their type.
+    """Format an error for the command line: its message, with the type for unexpected errors.
 
     >>> one_line(MemoryError())
     'out of memory; use smaller sizes, for example of the batch'

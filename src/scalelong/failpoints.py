@@ -1,4 +1,4 @@
-"""Faults injected at named points, for tests. Without SCALELONG_FAILPOINT in the environment nothing here does anything.
+"""Fault injection at named points, for tests; inactive unless SCALELONG_FAILPOINT is set.
 
 SCALELONG_FAILPOINT=save.before_manifest                       kill -9 of the process that reaches this point
 SCALELONG_FAILPOINT=save.before_manifest=raise:OSError@3       raise a built-in error at the third visit
@@ -22,7 +22,7 @@ _visits: Counter[str] = Counter()
 
 
 def failpoint(name: str) -> None:
-    """Do what SCALELONG_FAILPOINT says at the point `name`.
+    """Run the action that SCALELONG_FAILPOINT sets for the point `name`.
 
     >>> failpoint("save.before_manifest")
     """

@@ -1,6 +1,6 @@
-"""Files: written atomically, opened without leaving their folder, and verified by a manifest of hashes.
+"""Atomic writes, safe opening inside a folder, and manifests of hashes.
 
-A file or folder appears under its name complete, or not at all.
+A file or folder appears under its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Make the parents of `path`; on an error they are removed again, and that of a full disk becomes a WriteError."""
+    """Create the parents of `path` and remove them again on error; disk errors become a WriteError."""
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -71,7 +71,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def disk_error(error: Exception) -> int:
-    """The number of an error of a full or failing disk, also as safetensors says it; 0 for other errors."""
+    """The errno of a full or failing disk, also for errors raised by safetensors; 0 for other errors."""
     said = re.search(r"os error (\d+)", str(error))
     code = int(said[1]) if said else getattr(error, "errno", None)
     return code if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) else 0
@@ -117,7 +117,7 @@ def atomic_folder(home: Path) -> Iterator[Path]:
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """folder/name/...; refused if a name leads out of the folder, or a symbolic link is on the way.
+    """Return folder/name/...; raise if a name escapes the folder or a symbolic link is on the path.
 
     >>> inside(Path("run"), "checkpoints", "../../other")
     Traceback (most recent call last):
@@ -138,7 +138,7 @@ def inside(folder: Path, *names: str) -> Path:
 
 
 def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
-    """Open a regular file of a folder, see `inside`; everything that reads or appends to a run's folder uses this."""
+    """Open a regular file in a run folder for reading or appending, with the checks of `inside`."""
     path = inside(folder, *names)
 
     def opener(name: str, flags: int) -> int:
@@ -155,7 +155,7 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
 
 
 def read_json(folder: Path, *names: str) -> Any:
-    """The content of a JSON file of a folder; a DamagedFileError that names it if it is none."""
+    """Read a JSON file in a folder; raise a DamagedFileError if it is invalid."""
     path = inside(folder, *names)
     try:
         with open_inside(folder, *names, mode="rb") as file:
@@ -172,7 +172,7 @@ def read_json(folder: Path, *names: str) -> Any:
 
 @contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Turn what safetensors raises for a damaged file into a DamagedFileError that names it."""
+    """Convert safetensors' errors into a DamagedFileError that names the file."""
     from safetensors import SafetensorError
 
     try:
@@ -193,7 +193,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> bool:
-    """Raise a CheckpointError that names the first file that differs from the manifest; False if there is none."""
+    """Raise a CheckpointError for the first file that differs from the manifest; return False if there is no manifest."""
     if not os.path.lexists(folder / MANIFEST) or not protected("files.manifest"):
         return False  # written by an older version
     hashes = read_json(folder, MANIFEST)
@@ -228,7 +228,7 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder that nobody else writes to; what they were replacing is put back."""
+    """Remove leftovers of killed writers from a folder without other writers, and restore what they were replacing."""
     for left in folder.glob(".*-staging-*") if protected("files.leftovers") else ():
         home = folder / left.name[1:].rpartition("-staging-")[0]
         if (left / "old").is_dir() and not home.exists():
@@ -245,7 +245,7 @@ def _remove(path: Path) -> None:
 
 
 def _staging_prefix(path: Path) -> str:
-    """Prefix of the temporary names for `path`; those that a killed process left over a day ago are removed."""
+    """Prefix of temporary names for `path`; also removes leftovers older than a day."""
     prefix = f".{path.name}-staging-"
     for left in path.parent.glob(escape(prefix) + "*"):
         with suppress(FileNotFoundError):  # another process may just have finished

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal; elsewhere, as in a log or a CI job, a line every few seconds."""
+"""Progress bars on a terminal; a line every few seconds in logs and CI."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _hidden = False
 
 
 def hide() -> None:
-    """Show nothing from now on, in a process whose parent shows its progress."""
+    """Disable progress in this process; used in workers whose parent shows it."""
     global _hidden
     _hidden = True
 
 
 class Progress(Bar):
-    """tqdm, off a terminal as lines.
+    """tqdm that prints lines when stderr is not a terminal.
 
     >>> [item for item in Progress([1, 2, 3], desc="count")]
     [1, 2, 3]
@@ -59,12 +59,12 @@ class Progress(Bar):
 
 
 def _on_terminal() -> bool:
-    """True if stderr is a terminal that is wide enough for a bar; those of some containers have no width."""
+    """True if stderr is a terminal wide enough for a bar; terminals of some containers have no width."""
     return sys.stderr is not None and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 40
 
 
 class LogHandler(logging.Handler):
-    """Writes log messages to stderr above the bars, not through them."""
+    """Write log messages to stderr above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):
@@ -72,7 +72,7 @@ class LogHandler(logging.Handler):
 
 
 def _write(text: str) -> None:
-    """Write to stderr. Where nobody reads it any longer, work goes on in silence."""
+    """Write to stderr; ignore a closed pipe."""
     if sys.stderr is None:
         return
     try:

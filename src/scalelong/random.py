@@ -1,7 +1,7 @@
-"""Random numbers that are a function of (seed, stream, index), not of how many were drawn before.
+"""Counter-based random numbers: a function of (seed, stream, index).
 
-Every random choice of a run (the order of the data, flips, t, noise) is read off a counter, so it does not depend on
-batch size, ranks, workers or on where a run was resumed. The generator is SplitMix64's finaliser over a hashed key.
+All randomness of a run (data order, flips, t, noise) is counter-based, so it does not depend on batch size, ranks, workers
+or resuming. The generator is SplitMix64's finalizer over a hashed key.
 
 Shapes: B samples, each with its own index.
 """
@@ -36,7 +36,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _key(seed: int, stream: str) -> int:
-    """The common part of the key, computed once on the CPU: a copy to a GPU would wait for it."""
+    """Hash of seed and stream, computed once on the CPU to avoid a device sync."""
     if (seed, stream) not in _keys:
         start = torch.tensor([seed, zlib.crc32(stream.encode())], dtype=torch.int64, device="cpu")
         _keys[seed, stream] = int(_mix(_mix(start[0] * _GOLDEN) + start[1]))

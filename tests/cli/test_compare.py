@@ -59,7 +59,7 @@ def test_a_method_without_a_measurement_takes_no_part_in_the_race(
         write_run(tmp_path / name, method, evaluations=[(20, 30.0), (40, 20.0)])
     write_run(tmp_path / "c", "ls", diffusion_prediction="x0")  # no loss race, and not measured
     assert main(["compare", str(tmp_path)]) == 0
-    assert "ls: nothing that it recorded can be compared." in capsys.readouterr().out
+    assert "ls: none of its records can be compared." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

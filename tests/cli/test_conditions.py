@@ -56,7 +56,7 @@ def test_classes(tmp_path, capsys, monkeypatch) -> None:
     assert [record["step"] for record in records if record["kind"] == "probe"] == [4]
     assert main(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert "- **Condition**: the class; left out of 10% of the samples" in card
+    assert "- **Condition**: class; dropped for 10% of the samples" in card
     monkeypatch.chdir(tmp_path / "exported")
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], {})
 
@@ -99,5 +99,5 @@ def test_a_dry_run_prints_the_size_without_the_data(preset, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert main(["train", preset, "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^data        \S+: not there yet; expected are images of", printed, re.M)
+    assert re.search(r"^data        \S+: not available; assuming images of", printed, re.M)
     assert {"imagenet64-unet": "parameters  144,394,723", "coco-uvit-s2": "parameters  44,692,644"}[preset] in printed

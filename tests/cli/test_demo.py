@@ -26,7 +26,7 @@ def said(tmp_path, cs: float, ratio: float, kappa: float) -> str:
 def test_only_what_holds_in_every_seed_is_said(tmp_path) -> None:
     text = said(tmp_path / "clear", cs=0.51, ratio=2.0, kappa=0.46)
     assert "cs 0.7 and ls: at the start" in text
-    assert "the losses are level" in text and "gates have hardly moved" in text
+    assert "the losses are on par" in text and "gates have hardly moved" in text
     text = said(tmp_path / "unclear", cs=0.52, ratio=1.2, kappa=0.44)
     assert "- ls: at the start" in text  # cs not in every seed
     assert "level" not in text and "hardly" not in text

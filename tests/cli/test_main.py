@@ -73,7 +73,7 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
         (["train", "digits-demo", "--dry-run", "--model.patch-size", "3"], "model.patch_size: 3 does not divide"),
         (
             ["train", "digits-demo", "--dry-run", "--data", "hf:x"],
-            "its size is not known; set --data.image-size",
+            "its size is unknown; set --data.image-size",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_short_flags_are_those_of_other_verbs(capsys) -> None:
 @pytest.mark.parametrize(
     ("preset", "told"),
     [
-        ("cifar10-unet", "cifar10: not there yet; expected are images of 3 x 32 x 32"),
+        ("cifar10-unet", "cifar10: not available; assuming images of 3 x 32 x 32"),
         ("emoji32-text", r"emoji32: [\d,]+ images of 3 x 32 x 32"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_dry_run_fetches_nothing_and_gives_times(preset: str, told: str, tmp_p
     assert main(["train", preset, *small, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert re.search(told, printed)
-    assert re.search(r"time +about .* a step, .*(s|min|h) in all on this", printed)
+    assert re.search(r"time +about .* per step, .*(s|min|h) total on this", printed)
     assert not list(tmp_path.iterdir()), "something was fetched or written"
 
 

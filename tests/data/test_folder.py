@@ -96,7 +96,7 @@ def test_errors_name_the_file_and_the_remedy(tmp_path: Path) -> None:
         FolderSource(Request(str(tmp_path / "empty")))
     save(tmp_path / "mixed" / "top.png")
     save(tmp_path / "mixed" / "class" / "a.png")
-    with pytest.raises(DataError, match=r"top\.png: an image beside the sub-folder 'class'"):
+    with pytest.raises(DataError, match=r"top\.png: an image next to the subfolder 'class'"):
         FolderSource(Request(str(tmp_path / "mixed")))
     save(tmp_path / "bad" / "a.png")
     (tmp_path / "bad" / "b.png").write_bytes(b"no picture")

@@ -177,7 +177,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_at_its_position(folder_source: 
 
 def test_workers_that_die_again_and_again_end_the_run(folder_source: Source) -> None:
     batches = StreamLoader(folder_source, seed=9, workers=1).batches(index_batches(*[4] * 100))
-    with pytest.raises(DataError, match=r"data\.workers: a reading process died \(killed by SIGKILL.*; 4 have failed"):
+    with pytest.raises(DataError, match=r"data\.workers: a worker process died \(killed by SIGKILL.*; 4 have failed"):
         for _ in batches:
             os.kill(readers()[0], signal.SIGKILL)
     assert readers() == []

@@ -181,7 +181,7 @@ def test_probe_of_a_conditioned_run_in_report_and_diagnosis(tmp_path: Path, caps
     assert record["accuracy"] > 0.6
     assert record["accuracy"] > record["random_network"]
     page = write_report(read_runs([folder])[0], tmp_path / "report.html").read_text()
-    assert "What the network knows of the classes" in page and record["block"] in page
+    assert '<h2 id="probes">Linear probes' in page and record["block"] in page
     assert any(sentence.about == "semantics" for sentence in diagnose(folder))
 
 

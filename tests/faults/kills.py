@@ -114,7 +114,7 @@ def workers(folder: Path, protect: bool) -> str:
             killed += 1
         time.sleep(0.2)
     assert run.wait(20) == [1]
-    assert run.log.strip().splitlines()[-1].startswith("error: data.workers: a reading process died"), run.log[-500:]
+    assert run.log.strip().splitlines()[-1].startswith("error: data.workers: a worker process died"), run.log[-500:]
     patient = tiny(training_steps=160, training_checkpoint_every=1000, **STREAMED)
     run = launch(folder / "patient", patient)
     run.wait_for_step(10)

@@ -76,9 +76,9 @@ def test_the_page_says_what_is_missing_or_wrong(tmp_path: Path) -> None:
     assert "1 damaged line in metrics.jsonl" in text
     assert "nowhere: is not a run folder" in text
     assert "No evaluation was recorded" in text
-    assert "No run recorded the norms of its blocks" in text
+    assert "No run recorded block norms" in text
     assert "No run has samples yet" in text
-    assert "a single seed proves nothing" in text
+    assert "a single seed, which is not conclusive" in text
 
 
 def test_runs_of_different_data_are_plotted_without_quality(tmp_path: Path) -> None:

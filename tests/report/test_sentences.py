@@ -35,7 +35,7 @@ def test_more_oscillation_is_reported_as_more(tmp_path: Path) -> None:
 def test_no_change_is_reported_as_none(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", norms=STEADY)
     write_run(tmp_path / "b", "cs", norms=STEADY)
-    assert "leaves the oscillation of the middle block as it is" in finding(tmp_path)
+    assert "does not change the oscillation of the middle block" in finding(tmp_path)
 
 
 def test_losses_that_are_not_clearly_different_are_given_with_the_test(tmp_path: Path) -> None:
@@ -56,19 +56,19 @@ def test_several_seeds_within_their_spread_are_no_change(tmp_path: Path) -> None
     for seed, (none, cs) in enumerate([(STEADY, SHAKY), (SHAKY, STEADY), (STEADY, STEADY)]):
         write_run(tmp_path / f"n{seed}", "none", seed, norms=none)
         write_run(tmp_path / f"c{seed}", "cs", seed, norms=cs)
-    assert "cs 0.7 shows no clear change of the oscillation" in finding(tmp_path)
+    assert "cs 0.7 shows no clear change in the oscillation" in finding(tmp_path)
     assert "within the spread" not in finding(tmp_path), "a change may be far beyond the ± beside it"
-    assert re.search(r"difference not clear of 0 \(95% interval −[\d.]+ to [\d.]+, paired t-test\)", finding(tmp_path))
-    told = "No method is clearly apart in oscillation of the middle block; the lowest mean is"
+    assert re.search(r"difference not significant \(95% interval −[\d.]+ to [\d.]+, paired t-test\)", finding(tmp_path))
+    told = "No method clearly differs in oscillation of the middle block; the lowest mean is"
     assert sentences.headline(compare(tmp_path)).startswith(told)
     assert "Mean ± sd over 3 seeds" in sentences.seeds(compare(tmp_path))
 
 
 def test_a_single_seed_proves_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none")
-    assert "a single seed proves nothing" in sentences.seeds(compare(tmp_path))
+    assert "a single seed, which is not conclusive" in sentences.seeds(compare(tmp_path))
     write_run(tmp_path / "b", "none", 1)
-    assert "proves nothing" not in sentences.seeds(compare(tmp_path))
+    assert "not conclusive" not in sentences.seeds(compare(tmp_path))
     write_run(tmp_path / "c", "cs")
     assert "cs 0.7 ran with a single seed" in sentences.seeds(compare(tmp_path))
 
@@ -95,10 +95,10 @@ def test_the_headline_ranks_and_calls_a_tie_a_tie(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", losses=NOISE, norms=SHAKY)
     write_run(tmp_path / "b", "cs", losses=NOISE, norms=STEADY)
     headline = sentences.headline(compare(tmp_path))
-    assert headline.startswith("cs 0.7 has the lowest oscillation of the middle block (0.0952), before none (0.400)")
-    assert "no method is clearly apart in final loss; the lowest mean is 0.3180" in headline
+    assert headline.startswith("cs 0.7 has the lowest oscillation of the middle block (0.0952), ahead of none (0.400)")
+    assert "no method clearly differs in final loss; the lowest mean is 0.3180" in headline
     write_run(tmp_path / "c", "ls", losses=[v - 0.1 for v in NOISE])
-    assert "ls has the lowest final loss (0.2180), before" in sentences.headline(compare(tmp_path))
+    assert "ls has the lowest final loss (0.2180), ahead of" in sentences.headline(compare(tmp_path))
 
 
 def test_one_run_alone_is_described(tmp_path: Path) -> None:
@@ -145,9 +145,9 @@ def test_oscillations_that_do_not_compare_are_not_ranked(tmp_path: Path) -> None
     write_run(tmp_path / "b", "cs", norms=STEADY, data="f2")
     comparison = compare(tmp_path)
     assert sentences.headline(comparison).startswith("These runs are shown side by side but not ranked")
-    assert finding(tmp_path) == "cs 0.7: nothing that it recorded can be compared."
+    assert finding(tmp_path) == "cs 0.7: none of its records can be compared."
     assert sentences.oscillations(comparison) == [
-        "The oscillations of these runs do not compare, so they are plotted but not ranked."
+        "The oscillations of these runs are not comparable, so they are plotted but not ranked."
     ]
     write_run(tmp_path / "other" / "a", "none", norms=SHAKY)
     write_run(tmp_path / "other" / "b", "cs", norms=STEADY, every=5, losses=[1.0] * 8)
@@ -160,19 +160,19 @@ def test_qualities_of_different_steps_are_given_with_their_steps(tmp_path: Path)
     write_run(tmp_path / "b", "cs", evaluations=[(20, 230.0)])
     assert "FID of 10,000 images 230.0 against 240.0 (−4.2%) at step 20" in finding(tmp_path)
     assert any(
-        "images is compared at step 20, the last that its runs share" in note for note in notes(compare(tmp_path))
+        "images is compared at step 20, the last step common to all runs" in note for note in notes(compare(tmp_path))
     )
     write_run(tmp_path / "other" / "a", "none", evaluations=[(40, 72.0)])
     write_run(tmp_path / "other" / "b", "cs", evaluations=[(20, 230.0)])
     text = finding(tmp_path / "other")
-    assert "FID of 10,000 images 230.0 at step 20, none 72.00 at step 40, which do not compare" in text
+    assert "FID of 10,000 images 230.0 at step 20, none 72.00 at step 40, not comparable" in text
     assert "%" not in text
     comparison = compare(tmp_path / "other")
     assert sentences.qualities(comparison) == [
         "FID of 10,000 images, at steps that differ and so not compared: 72.00 at step 40 for none; "
         "230.0 at step 20 for cs 0.7."
     ]
-    assert any("measured at no step that all runs share" in note for note in notes(comparison))
+    assert any("not measured at a step common to all runs" in note for note in notes(comparison))
 
 
 def test_a_speed_up_between_evaluations_is_not_resolved(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_seeds_make_a_band_and_late_ones_are_counted() -> None:
     assert (both.n, both.mean) == (2, pytest.approx((20 / 15 + 20 / 30) / 2))
     assert found.at(1.0).n == 1
     assert "is not reached by 1 of 2 seeds" in describe("cs", "none", "loss", found)
-    assert found.lead.within_noise and "not clear of 0 by a paired t-test" in describe("cs", "none", "loss", found)
+    assert found.lead.within_noise and "not significant in a paired t-test" in describe("cs", "none", "loss", found)
     assert table([("cs", found)], "none")[1][-1] == "1.33× (1 of 2 seeds)"
     assert found.qualities[-1] == pytest.approx(2.5)  # the best that every run reaches
 

@@ -104,7 +104,7 @@ def test_metrics_sampled_in_different_ways_have_different_headings(tmp_path: Pat
     columns = [name for name in next(csv.reader((tmp_path / "t.csv").open())) if "FID" in name]
     assert len(set(columns)) == 3 * len(ways)
     assert len({row["what"] for row in csv.DictReader(pairs.open())}) == len(ways)
-    note = next(note for note in notes(comparison) if "ways that do not compare" in note)
+    note = next(note for note in notes(comparison) if "ways that are not comparable" in note)
     assert note.count("weights as trained") == 1
 
 
@@ -136,9 +136,9 @@ def test_what_does_not_compare_is_noted(tmp_path: Path) -> None:
     write_run(tmp_path / "b", "cs", norms=STEADY, every=5, losses=[1.0] * 8, evaluations=[(40, 1.0)], metric={"n": 7})
     write_run(tmp_path / "c", "cs", diffusion_prediction="x0")
     text = "\n".join(notes(compare(tmp_path)))
-    assert "minimise different losses (vp, predicting the default and vp, predicting x0)" in text
+    assert "minimize different losses (vp, predicting the default and vp, predicting x0)" in text
     assert "probed at different intervals (5 and 10 steps)" in text
-    assert "measured in 2 ways that do not compare" in text
+    assert "measured in 2 ways that are not comparable" in text
     assert "No oscillation was recorded in" in text
 
 

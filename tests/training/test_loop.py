@@ -257,7 +257,7 @@ class TestLoadRun:
         assert load_run(folder).step == 8
 
     def test_errors_name_what_is_missing(self, folder, tmp_path) -> None:
-        with pytest.raises(ValueError, match="no checkpoint at 5; there are 4, 8"):
+        with pytest.raises(ValueError, match="no checkpoint at 5; available: 4, 8"):
             load_run(folder, step=5)
         with pytest.raises(ValueError, match="must be ema or model"):
             load_run(folder, weights="best")

@@ -1,4 +1,4 @@
-"""Denoisers with long skips: U-ViT, and diffusers' UNets in the sizes of the paper."""
+"""Denoisers with long skips: U-ViT, and diffusers' UNets with the paper's sizes."""
 
 from scalelong.backbones.official import load_official_uvit
 from scalelong.backbones.unet import as_network, ddpm_cifar10, iddpm_imagenet64, text_latent

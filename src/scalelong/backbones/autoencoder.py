@@ -1,4 +1,4 @@
-"""Autoencoders of latent diffusion: any AutoencoderKL of diffusers, and a small one that trains in minutes.
+"""Autoencoders for latent diffusion: any diffusers AutoencoderKL, and a small one that trains in minutes.
 
 Shapes: B images (B, 3, H, W) in [-1, 1]; latents (B, C, h, w).
 """
@@ -74,7 +74,7 @@ class Autoencoder:
         return torch.stack([posterior.mean, posterior.logvar], dim=1)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images of latents of unit variance, as the denoiser samples them; decoded in small batches."""
+        """Decode unit-variance latents to images, in small batches."""
         with torch.no_grad():
             stored = (latents / self.scale + self.shift).to(self.model.device, self.model.dtype)
             return torch.cat([self.model.decode(part).sample.float() for part in torch.split(stored, 64)])
@@ -83,7 +83,7 @@ class Autoencoder:
 def load_autoencoder(
     name_or_folder: str | Path, device: str | torch.device = "cpu", scale: float | None = None
 ) -> Autoencoder:
-    """An AutoencoderKL from a folder that `save_pretrained` wrote, or from the hub; `scale` replaces its scaling factor."""
+    """Load an AutoencoderKL from a `save_pretrained` folder or the hub; `scale` overrides its scaling factor."""
     from diffusers import AutoencoderKL
 
     name, folder = str(name_or_folder), Path(name_or_folder).expanduser()

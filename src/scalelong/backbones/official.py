@@ -1,4 +1,4 @@
-"""Load checkpoints of the public U-ViT and ScaleLong code into our U-ViT, scaled as they were trained.
+"""Load checkpoints of the public U-ViT and ScaleLong code into `UViT`, with their scaling.
 
 The public gates are named se.layer1 and se.layer2 (one gate for all skips) or se.{j}.layer1, ... (one per skip), where j
 counts decoder blocks, so j = 0 is the INNERMOST skip; our gates count from the outermost.
@@ -46,10 +46,10 @@ def load_official_uvit(
     scalelong: int | str = "none",
     kappa: float | None = None,
 ) -> UViT:
-    """The public code's network with these weights and its scaling.
+    """Load weights of the public U-ViT or ScaleLong code, with their scaling.
 
-    scalelong: the public code's number for the method, or our name for it, see CODES. kappa: of "cs"; it is not stored in
-    the weights, and the other methods ignore it.
+    scalelong: the public code's number of the method, or our name for it, see CODES. kappa: for "cs" only; it is not stored
+    in the weights.
 
     >>> config = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2}
     >>> state_dict = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=2, heads=2)).state_dict()
@@ -116,10 +116,10 @@ def _our_gate_name(name: str, num_skips: int) -> str:
 
 
 def _check_shapes(state: Mapping[str, Tensor], model: UViT) -> None:
-    """Raise unless the names and shapes of the weights are those that the settings imply."""
+    """Raise unless the names and shapes of the weights match the settings."""
     wanted, found = ({name: tuple(v.shape) for name, v in tensors.items()} for tensors in (model.state_dict(), state))
     wrong = [name for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
     if wrong:
         name, more = wrong[0], f" (and {len(wrong) - 1} more differ)" if len(wrong) > 1 else ""
-        shapes = f"{found.get(name, 'missing')}, the settings say {wanted.get(name, 'there is none')}"
+        shapes = f"{found.get(name, 'missing')}, the settings imply {wanted.get(name, 'none')}"
         raise ValueError(f"official.state_dict: {name} is {shapes}{more}; pass the settings of the training")

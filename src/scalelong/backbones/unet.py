@@ -1,4 +1,4 @@
-"""The convolutional UNets of the paper's Table 1 as configurations of diffusers' models, and one way to call any model."""
+"""The UNets of the paper's Table 1 as diffusers configs, and a uniform call for any model."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def text_latent(**changes: Any) -> nn.Module:
 
 
 def _build(name: str, settings: dict[str, Any]) -> nn.Module:
-    import diffusers  # takes seconds to import, and U-ViTs do not need it
+    import diffusers  # slow to import, and not needed for U-ViT
 
     model: nn.Module = getattr(diffusers, name)(**settings)
     return model
 
 
 def as_network(model: nn.Module) -> Callable[..., Tensor]:
-    """The model, which may be compiled or in DDP, as net(x, time, class_labels=..., context=...) -> Tensor.
+    """Wrap a (compiled or DDP) model as net(x, time, class_labels=..., context=...) -> Tensor.
 
     >>> import torch
     >>> net = as_network(ddpm_cifar10(block_out_channels=(32, 32, 32, 32)))
@@ -86,7 +86,7 @@ def as_network(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor | None) -> dict[str, Any]:
-    """The keyword arguments of a model for these inputs; conditions that are None are left out."""
+    """The keyword arguments of a model for these inputs; None conditions are omitted."""
     given = {name: value for name, value in condition.items() if value is not None}
     cls = _diffusers_class(model)
     if not cls:
@@ -98,13 +98,13 @@ def model_inputs(model: nn.Module, x: Tensor, time: Tensor, **condition: Tensor 
 
 
 def _diffusers_class(model: nn.Module) -> str:
-    """The name of the UNet of diffusers that a model is; "" for any other model."""
+    """The class name of a diffusers UNet; "" for other models."""
     bases = [cls.__name__ for cls in type(unwrapped(model)).__mro__ if cls.__module__.startswith("diffusers.")]
     return next((name for name in ("UNet2DModel", "UNet2DConditionModel") if name in bases), "")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside those of torch.compile and DDP."""
+    """The module inside torch.compile and DDP wrappers."""
     attributes = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
     while type(model).__name__ in attributes:
         model = getattr(model, attributes[type(model).__name__])

@@ -1,7 +1,7 @@
 """U-ViT (Bao et al., 2023): a vision transformer with long skips from its first to its second half.
 
-Time, class and text are tokens, as the patches are. An out-block joins hidden state and skip in one linear layer, which
-takes an optional coefficient; `scalelong.apply` passes it in a hook, so the network is independent of scaling methods.
+Time, class and text are tokens, like the patches. An out-block joins hidden state and skip in one linear layer, which takes
+an optional coefficient; `scalelong.apply` passes it in a hook, so the network is independent of scaling methods.
 
 Shapes: B batch, T tokens (time, class and text first, then patches), C image channels, D width.
 """
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class UViTConfig:
-    """The sizes of a U-ViT; wrong ones raise a ValueError.
+    """Hyperparameters of a U-ViT; invalid ones raise a ValueError.
 
     >>> UViTConfig(image_size=32, patch_size=2, dim=512, depth=12, heads=8)  # U-ViT-S/2 on CIFAR-10
     UViTConfig(image_size=32, patch_size=2, ...)
@@ -29,7 +29,7 @@ class UViTConfig:
     patch_size: int
     in_channels: int = 3
     dim: int
-    depth: int  # in-blocks and out-blocks, without the middle block
+    depth: int  # in- and out-blocks, excluding the middle block
     heads: int
     mlp_ratio: float = 4.0
     qkv_bias: bool = False
@@ -77,7 +77,7 @@ def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> 
 class SkipLinear(nn.Linear):
     """Linear(cat[x, coefficient * skip]) without the concatenation: x Wx + b + coefficient * (skip Ws).
 
-    The weight is stored as (D, 2D), [Wx, Ws], like that of the linear layer it equals.
+    The weight is stored as (D, 2D), [Wx, Ws], as in the equivalent linear layer.
 
     >>> layer = SkipLinear(2 * 8, 8)
     >>> layer(torch.randn(2, 5, 8), torch.randn(2, 5, 8), coefficient=0.7).shape
@@ -169,7 +169,7 @@ def unpatchify(patches: Tensor, patch_size: int, channels: int) -> Tensor:
 
 
 class UViT(nn.Module):
-    """The network. Skip i = 1, the outermost, goes from in_blocks[0] to the last of out_blocks.
+    """U-ViT. Skip i = 1, the outermost, connects in_blocks[0] with the last out-block.
 
     >>> model = UViT(UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2, num_classes=10))
     >>> model(torch.randn(2, 3, 8, 8), torch.tensor([10.0, 500.0]), class_labels=torch.tensor([3, 7])).shape
@@ -223,7 +223,7 @@ class UViT(nn.Module):
         return image
 
     def _run(self, block: nn.Module, *inputs: Tensor) -> Tensor:
-        """The output of a block; with config.checkpointing, its activations are recomputed in the backward pass."""
+        """Run a block, with activation checkpointing if config.checkpointing is set."""
         recompute = self.config.checkpointing and torch.is_grad_enabled()
         output: Tensor = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return output

@@ -1,1 +1,1 @@
-"""The command line: one small file per verb that parses, calls and prints."""
+"""Command line: one file per verb."""

@@ -22,18 +22,18 @@ PresetName = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET")
 
 @dataclass(frozen=True)
 class SamplingFlags(SamplingSettings):
-    """`SamplingSettings` as flags, under the flag names of every verb."""
+    """`SamplingSettings` as flags, with the common flag names."""
 
     count: Annotated[int, tyro.conf.arg(name="num-samples", aliases=["--num"])] = 64  # number of images
 
 
 def parse_over_run(command: type[Any], arguments: list[str], **options: Any) -> Any:
-    """Parse flags whose defaults for sampling, except the number of images, are the settings of the run they name."""
+    """Parse flags with sampling defaults from the run, except the number of images."""
     first = tyro.cli(command, args=arguments, **options)
     own = read_config(first.run).sampling
     values = dataclasses.asdict(own) | {"count": first.sampling.count}
     if first.sampling.sampler not in ("", own.sampler):
-        values["steps"] = 0  # the run's number of steps is for the run's sampler
+        values["steps"] = 0  # the run's number of steps belongs to its own sampler
     default = dataclasses.replace(first, sampling=SamplingFlags(**values))
     return tyro.cli(command, args=arguments, default=default, **options)
 

@@ -18,9 +18,9 @@ from scalelong.training.autoencoder import GRID, AutoencoderSettings, train_auto
 
 @dataclass(frozen=True, kw_only=True)
 class Train(DataFlags):
-    """Train on a data set and write the folder that `scalelong data encode --autoencoder` takes."""
+    """Train on a dataset and write a folder for `scalelong data encode --autoencoder`."""
 
-    out: str  # the folder to write
+    out: str  # output folder
     settings: Annotated[AutoencoderSettings, tyro.conf.arg(name="")] = field(default_factory=AutoencoderSettings)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 

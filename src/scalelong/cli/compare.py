@@ -16,7 +16,7 @@ from scalelong.runs.presets import get_preset
 
 @dataclass(frozen=True)
 class Compare:
-    """Compare runs: mean ± sd over seeds, and the steps and seconds that each method needs to a given loss or quality.
+    """Compare runs: mean ± sd over seeds, and steps and seconds to reach a given loss or quality.
 
     Example: scalelong compare runs/none-seed0 runs/cs-seed0 --loss 0.05
 
@@ -24,19 +24,19 @@ class Compare:
     """
 
     runs: RunFolders = ()  # run folders, or folders of run folders
-    preset: str = ""  # train this preset with every method and seed first; the same command again resumes
+    preset: str = ""  # first train this preset with every method and seed; run again to resume
     methods: tuple[str, ...] = ("none", "cs", "ls")  # with --preset; METHOD:KAPPA sets kappa, for example cs:0.5
     seeds: tuple[int, ...] = (0, 1, 2)  # with --preset
     steps: int | None = None  # with --preset; default: the preset's
     out: str = ""  # with --preset: the folder of the runs; default: runs/compare-PRESET
-    loss: float | None = None  # the loss to reach; default: the worst final one, which all reach
-    metric_value: float | None = None  # the quality to reach; default: the worst last one
-    csv: str = ""  # write the table here, and the pairs beside it
-    report: str = ""  # write the HTML report here too
+    loss: float | None = None  # target loss; default: the worst final loss, which all reach
+    metric_value: float | None = None  # target quality; default: the worst final one
+    csv: str = ""  # write the table to this file, and the pairs next to it
+    report: str = ""  # also write an HTML report to this file
 
 
 def main(arguments: list[str]) -> None:
-    """Train what is missing, then compare."""
+    """Train missing runs, then compare."""
     command = tyro.cli(Compare, args=arguments, prog="scalelong compare")
     targets = {"loss": command.loss, "metric-value": command.metric_value}
     for flag, value in targets.items():

@@ -1,4 +1,4 @@
-"""Fetch, check and encode data sets.
+"""Download, check and encode datasets.
 
 Example: scalelong data fetch cifar10
 
@@ -24,8 +24,8 @@ from scalelong.data.text import encode_text, feature_file
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    name: DataName  # a name, or one of the forms of `scalelong data list`
-    image_size: int | None = None  # crop and resize to this; without it all images must have one size
+    name: DataName  # see `scalelong data list`
+    image_size: int | None = None  # crop and resize to this; otherwise all images must have the same size
     split: str = "train"
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
@@ -35,7 +35,7 @@ class DataFlags:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get a data set, verify it by hash and keep it in the cache."""
+    """Download a dataset into the cache and verify its hashes."""
 
     name: DataName  # cifar10, fashion_mnist, or minilm (a text encoder)
     source: str | None = None  # your own copy: an archive or a folder
@@ -47,7 +47,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(DataFlags):
-    """List every bad file of a data set."""
+    """List every bad file of a dataset."""
 
     def __call__(self) -> None:
         problems = check(self.name, image_size=self.image_size, root=self.root, split=self.split)
@@ -60,10 +60,10 @@ class Check(DataFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(DataFlags):
-    """Encode a set of images as latents of an autoencoder; the same command again continues an interrupted one."""
+    """Encode images as latents of an autoencoder; run again to continue."""
 
     autoencoder: str  # a diffusers AutoencoderKL: a folder, or a name on the hub
-    out: str  # the folder of the latents; train on latents:FOLDER
+    out: str  # output folder; train with --data latents:FOLDER
     batch_size: int = 64
     per_shard: int = 1024  # images per file
     scale: float | None = None  # latents are multiplied by this; default: the autoencoder's scaling factor
@@ -74,15 +74,15 @@ class Encode(DataFlags):
         origin = Origin(self.name, self.image_size, self.split)
         folder = encode(source, model, self.out, origin, batch_size=self.batch_size, per_shard=self.per_shard)
         shape = " x ".join(map(str, model.latent_shape(source.shape)))
-        print(f"{len(source):,} images and their mirror images as latents of {shape}: train on latents:{folder}")
+        print(f"{len(source):,} images and their flips encoded as latents of {shape}: train on latents:{folder}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeText(DataFlags):
-    """Compute the features of a data set's captions once; training finds them in the cache."""
+    """Compute and cache the features of a dataset's captions."""
 
-    encoder: str = "minilm"  # minilm, a hub name or a folder of transformers
-    max_tokens: int = 77  # captions are cut or padded to this many
+    encoder: str = "minilm"  # minilm, a hub name or a local transformers folder
+    max_tokens: int = 77  # captions are truncated or padded to this length
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __call__(self) -> None:
@@ -96,7 +96,7 @@ class EncodeText(DataFlags):
 
 @dataclass(frozen=True)
 class List:
-    """List the sources that `data.name` takes."""
+    """List the supported values of `data.name`."""
 
     def __call__(self) -> None:
         for spec in sorted(SOURCES.values(), key=lambda spec: (":" in spec.form, spec.form)):

@@ -16,19 +16,19 @@ from scalelong.runs.presets import get_preset
 from scalelong.runs.settings import RunConfig
 
 METHODS = ("none", "cs", "ls")
-LEVEL = 0.03  # losses that differ by less are called level
-MORE = 1.5  # factor from which on a gradient is called larger
-MOVED = 0.05  # gates that are nearer to 1/2 have hardly moved
+LEVEL = 0.03  # smaller relative differences in loss count as equal
+MORE = 1.5  # larger ratios of gradients count as different
+MOVED = 0.05  # gates closer to 1/2 count as unchanged
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train none, cs and ls from three seeds on embedded digits, and say what holds in every seed: about three minutes.
+    """Train none, cs and ls with three seeds on digits and summarize what holds for every seed; about three minutes.
 
     Example: scalelong demo --out runs/demo
     """
 
-    out: str = "runs/demo"  # folder of the runs and the pictures; the same command again resumes
+    out: str = "runs/demo"  # output folder; run again to resume
     steps: int = 300
     seeds: tuple[int, ...] = (0, 1, 2)
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 
     out, started, preset = Path(command.out), time.perf_counter(), get_preset("digits-demo")
     training = replace(preset.training, log_every=10, checkpoint_every=command.steps, sample_every=command.steps)
-    optimizer = replace(preset.optimizer, lr=1e-3)  # calmer than the preset's: differences between seeds stay small
+    optimizer = replace(preset.optimizer, lr=1e-3)  # lower than the preset's: less variation over seeds
     configs = sweep(replace(preset, training=training, optimizer=optimizer), METHODS, command.seeds, command.steps)
     ratios = {name: start_ratio(config) for name, config in configs.items()}
     train_in_parallel(configs, out)
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     print("\n" + "\n".join(statements(comparison, ratios, configs)))
     print(f"\nsamples  {out / 'samples.png'}\ncurves   {out / 'comparison.png'}")
     print(f"report   {write_report(runs, out / 'report.html')}\nruns     {out}/<method>-seed<n>")
-    print(f"in all   {time.perf_counter() - started:.0f} s")
+    print(f"total    {time.perf_counter() - started:.0f} s")
 
 
 def _of(method: str, ratios: Mapping[str, float], configs: Mapping[str, RunConfig]) -> list[float]:
@@ -80,7 +80,7 @@ def _table(comparison: Comparison, ratios: Mapping[str, float], configs: Mapping
 
 
 def statements(comparison: Comparison, ratios: Mapping[str, float], configs: Mapping[str, RunConfig]) -> list[str]:
-    """What holds in every seed; what does not is left out."""
+    """Statements that hold for every seed."""
     found, base = [], comparison.baseline
     others = [group for group in comparison.groups if group is not base]
     start = {group.label: _of(group.method, ratios, configs) for group in comparison.groups}
@@ -91,20 +91,20 @@ def statements(comparison: Comparison, ratios: Mapping[str, float], configs: Map
     ]
     if larger:
         found.append(
-            f"- {joined(larger)}: at the start the middle block gets a larger share of the gradient than without scaling, in "
-            f"every seed at least {MORE:g} times as much."
+            f"- {joined(larger)}: at the start, the middle block gets at least {MORE:g} times its unscaled share of the "
+            "gradient, in every seed."
         )
     losses = [
         list(zip(*(comparison.per_seed(g, "final_loss") for g in (group, base)), strict=True)) for group in others
     ]
     if all(abs(mine / theirs - 1) < LEVEL for pairs in losses for mine, theirs in pairs):
         found.append(
-            f"- the losses are level: every scaled run ends within {LEVEL:.0%} of the unscaled run of its seed. So short a "
-            "training shows neither gain nor harm; docs/reproduce.md says what longer ones show."
+            f"- the losses are on par: every scaled run ends within {LEVEL:.0%} of the unscaled run with the same seed. "
+            "Training this short shows neither gain nor harm; see docs/should-i-use-it.md for longer runs."
         )
     gated = [run.coefficients() for group in others if group.method == "ls" for run in group.runs]
     if gated and all(abs(kappa - 0.5) < MOVED for kappas in gated for kappa in kappas):
         found.append(
-            f"- ls: the gates have hardly moved, every mean coefficient is within {MOVED:g} of its start at 1/2."
+            f"- ls: the gates have hardly moved; every mean coefficient is within {MOVED:g} of its initial 1/2."
         )
     return found

@@ -12,13 +12,13 @@ from scalelong.cli.arguments import RunFolder
 
 @dataclass(frozen=True)
 class Diagnose:
-    """What a run's records say about its stability: which blocks oscillate, whether gradients spike, what to try.
+    """Diagnose the stability of a run: which blocks oscillate, whether gradients spike, what to try.
 
     Example: scalelong diagnose runs/digits-ls
     """
 
-    run: RunFolder  # a run folder, best of a run trained with --probe-every
-    json: bool = False  # print the sentences with their numbers as JSON
+    run: RunFolder  # a run folder, ideally trained with --probe-every
+    json: bool = False  # print JSON
 
 
 def main(arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Doctor:
-    """Report what this machine and this installation can do: versions, devices, extras, cached data, disk space.
+    """Report versions, devices, extras, cached data and disk space.
 
     Example: scalelong doctor
     """

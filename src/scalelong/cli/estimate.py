@@ -1,4 +1,4 @@
-"""What a run would take: parameters, memory and time, as `scalelong train --dry-run` prints them."""
+"""Estimate parameters, memory and time for `scalelong train --dry-run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scalelong.training.step import autocast, resolve_precision
 
 
 def print_estimate(config: RunConfig) -> None:
-    """Print what training would take; data that is not on this machine is assumed to be as the preset expects it."""
+    """Print the estimate; missing data is assumed to match the preset."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_config(config, on_gpu=device.type == "cuda")
     shape, conditioning, about = _expected_data(config)
@@ -31,26 +31,26 @@ def print_estimate(config: RunConfig) -> None:
     gates = sum(p.numel() for p in model.get_submodule("scalelong").parameters())
     seconds, batch = _seconds_per_step(config, shape, conditioning, device)
     images = " x ".join(map(str, shape))
-    total = f"{duration(seconds * config.training.steps)} in all on this {device.type}"
+    total = f"{duration(seconds * config.training.steps)} total on this {device.type}"
     print(to_yaml(config))
     print(f"data        {config.data.name}: {about} of {images}")
-    print(f"parameters  {parameters:,}, of them {gates:,} in the skips' gates")
+    print(f"parameters  {parameters:,}, including {gates:,} in the gates")
     print(f"memory      {parameters * 20 / 2**30:.2f} GiB for weights, gradients, AdamW and EMA, plus activations")
-    print(f"time        about {duration(seconds)} a step, {total}")
+    print(f"time        about {duration(seconds)} per step, {total}")
     images = "1 random image" if batch == 1 else f"{batch} random images"
     scaled = f", scaled up to batch {config.training.batch_size}" if batch < config.training.batch_size else ""
     print(f"            (gradients of {images}{scaled}; not compiled)")
 
 
 def estimated_seconds(config: RunConfig) -> float:
-    """Seconds that all steps of a run would take on this machine, without compilation."""
+    """Estimated training seconds on this machine, without compilation."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, conditioning, _ = _expected_data(config)
     return _seconds_per_step(config, shape, conditioning, device)[0] * config.training.steps
 
 
 def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
-    """Shape and condition of the data, and how many images there are; nothing is fetched or encoded."""
+    """Shape, conditioning and number of images of the data, without downloading or encoding."""
     data, condition = config.data, config.condition
     known = EXPECTED.get(data.name)
     there = not (data.name in DOWNLOADS and DOWNLOADS[data.name].check(data.root)) and not data.name.startswith("hf:")
@@ -64,10 +64,10 @@ def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
     if source is not None:
         shape, about, classes = source.shape, f"{len(source):,} images", source.num_classes
     else:
-        shape, about = known[0] if known else (3, 0, 0), "not there yet; expected are images"
+        shape, about = known[0] if known else (3, 0, 0), "not available; assuming images"
         shape = (shape[0], data.image_size, data.image_size) if data.image_size else shape
         if not shape[1]:
-            raise DataError(f"data.name: {data.name} is not there yet, so its size is not known; set data.image_size")
+            raise DataError(f"data.name: {data.name} is not available, so its size is unknown; set data.image_size")
     if condition.kind == "class":
         return shape, Conditioning(classes or 10, condition.drop > 0, tuple(names)), about
     if condition.kind == "text":
@@ -76,7 +76,7 @@ def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
 
 
 def _text_dim(encoder: str) -> int:
-    """Width of a text encoder, from its folder if it is on this machine."""
+    """Width of a text encoder, from its local folder if available."""
     file = Path(encoder) / "config.json"
     if file.is_file():
         config = json.loads(file.read_text())
@@ -87,7 +87,7 @@ def _text_dim(encoder: str) -> int:
 def _seconds_per_step(
     config: RunConfig, shape: Shape, conditioning: Conditioning, device: torch.device
 ) -> tuple[float, int]:
-    """Seconds for the gradients of a whole batch, if slow scaled up from a few random images; and how many those were."""
+    """Seconds for the gradients of a batch, extrapolated from a few random images if slow; and the number of images."""
     size, batch = min(1 if device.type == "cpu" else 16, config.training.batch_size), config.training.batch_size
     seconds = _seconds_of(size, config, shape, conditioning, device) * batch / size
     return (seconds, size) if seconds > 5 else (_seconds_of(batch, config, shape, conditioning, device), batch)

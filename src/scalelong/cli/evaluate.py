@@ -1,6 +1,6 @@
-"""Measure the FID of a trained run against its own data, into its metrics.jsonl; the sampler defaults to the run's own.
+"""Measure the FID of a run against its training data and record it in metrics.jsonl; uses the run's sampler by default.
 
-Under torchrun the ranks share the work.
+Distributes the work over ranks under torchrun.
 
 Example: scalelong evaluate runs/cifar10-uvit-s2-cs-seed0 --num-samples 50000 --seeds 0 1 2
 
@@ -31,11 +31,11 @@ from scalelong.training import load_run
 @dataclass(frozen=True)
 class Evaluate:
     run: RunFolder  # the run's folder
-    seeds: tuple[int, ...] = (0,)  # one evaluation for each
-    extractor: str = "inception"  # inception, or random-conv (light, and not FID)
-    inception: str | None = None  # file of the Inception network; default: fetched and verified
+    seeds: tuple[int, ...] = (0,)  # one evaluation per seed
+    extractor: str = "inception"  # inception, or random-conv (lightweight, not FID)
+    inception: str | None = None  # file of the Inception network; default: download and verify
     kid: bool = False  # also measure the kernel distance (KID)
-    weights: Annotated[str, tyro.conf.arg(aliases=["--run-weights"])] = "ema"  # ema (averaged) or model (as trained)
+    weights: Annotated[str, tyro.conf.arg(aliases=["--run-weights"])] = "ema"  # ema, or model for the raw weights
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags(count=10_000)  # noqa: RUF009
@@ -77,5 +77,5 @@ def _line(step: int, evaluation: Evaluation) -> str:
     return (
         f"{result.metric} = {result.value:.3f}{kid}  ({result.extractor}; {result.n:,} images of seed {evaluation.seed}, "
         f"{sampling.sampler} {sampling.steps} steps{guidance}, step {step}; "
-        f"sampled in {evaluation.generate_seconds:.1f} s, {evaluation.seconds:.1f} s in all)"
+        f"sampled in {evaluation.generate_seconds:.1f} s, {evaluation.seconds:.1f} s total)"
     )

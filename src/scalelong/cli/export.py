@@ -12,7 +12,7 @@ from scalelong.cli.arguments import RunFolder
 
 @dataclass(frozen=True)
 class Export:
-    """Export a model from a run, with a model card: its weights for this package, or a pipeline that diffusers loads.
+    """Export a run with a model card: weights for scalelong, or a diffusers pipeline.
 
     Example: scalelong export runs/demo/cs --out exported/digits-cs
 
@@ -26,16 +26,14 @@ class Export:
     out: str = ""  # default: RUN/export, or RUN/pipeline
     weights: str = "ema"  # ema or model
     checkpoint: int | None = None  # the step of the checkpoint; default: the newest
-    sampler: str = ""  # the pipeline's; default: the run's
-    plain: bool = (
-        False  # a pipeline of diffusers alone, without code, whose scheduler rounds times; unconditional UNets
-    )
-    push_to_hub: str = ""  # also upload the folder to this repository (USER/NAME) of the Hugging Face hub
-    private: bool = False  # with --push-to-hub: create the repository as a private one
+    sampler: str = ""  # sampler of the pipeline; default: the run's
+    plain: bool = False  # pure diffusers pipeline without code, for unconditional UNets; its scheduler rounds times
+    push_to_hub: str = ""  # also upload the folder to this Hugging Face repository (USER/NAME)
+    private: bool = False  # with --push-to-hub: create a private repository
 
 
 def main(arguments: list[str]) -> None:
-    """Export and print where to and how to load it."""
+    """Export, and print how to load it."""
     command = tyro.cli(Export, args=arguments, prog="scalelong export")
     from scalelong.pipelines import export_pipeline, export_weights
     from scalelong.pipelines.hub import check_repository, push_to_hub
@@ -56,6 +54,6 @@ def main(arguments: list[str]) -> None:
         print(f"step {run.step} ({run.weights}), sampled by {exported.sampler}: {folder}; load it with")
         print(f"\n{exported.loading()}\n")
         if exported.needs_us:
-            print(f"Loading requires scalelong, since the scaling is not in the weights ({exported.needs_us})")
+            print(f"Loading requires scalelong, since the scaling could not be folded ({exported.needs_us})")
     if command.push_to_hub:
         print(f"uploaded to {push_to_hub(folder, command.push_to_hub, private=command.private)}")

@@ -25,10 +25,10 @@ from scalelong.skips.example import undisturbed
 
 @dataclass(frozen=True)
 class Inspect:
-    """Draw the U of a model as text and as a picture: stages, skips, channels, coefficients, how far kappa reaches.
+    """Show the long skips of a model as text or image: stages, channels, coefficients and reach of kappa.
 
-    MODEL is a preset, a run folder, a diffusers folder (of a model or a pipeline), or module:callable, which returns a
-    model, or a model and an example input. Models of 100M parameters and more are inspected without their values.
+    MODEL is a preset, a run folder, a diffusers folder (model or pipeline), or module:callable that returns a model, or a
+    model and an example input. Models with 100M parameters or more are built on the meta device.
 
     Example: scalelong inspect cifar10-unet --method cs --kappa 0.7 --out u.png
 
@@ -36,14 +36,14 @@ class Inspect:
     """
 
     model: ModelName  # see above
-    method: str = ""  # scale with this method first; default: the model as it is
-    kappa: float | None = None  # of that method, if it has one
+    method: str = ""  # scale with this method first; default: unchanged
+    kappa: float | None = None  # kappa of the method
     allow_amplify: bool = False  # allow kappa > 1, as a control
     placement: Literal["before", "after_norm"] = "before"
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
-    out: str = ""  # also write a picture: u.png, u.svg or u.pdf
-    roles: bool = False  # print instead what muP makes of every tensor: its role, initial size, multiplier and rate
-    base: str = ""  # with --roles: base width of a preset or run, default half its own; or another MODEL, at base width
+    out: str = ""  # also write an image: u.png, u.svg or u.pdf
+    roles: bool = False  # print muP's role, initial scale, multiplier and rate of every tensor instead
+    base: str = ""  # with --roles: base width of a preset or run (default: half its width), or a MODEL at base width
 
 
 def main(arguments: list[str]) -> None:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _parametrized(command: Inspect) -> nn.Module:
-    """The model in muP: as it is, if it was trained so."""
+    """The model in muP; unchanged if it was trained in muP."""
     config = known_config(command.model)
     if config is not None and not config.mup.base_width:
         settings = config.model
@@ -77,7 +77,7 @@ def _parametrized(command: Inspect) -> nn.Module:
 
 
 def _u_shape(opened: Opened, command: Inspect) -> UShape:
-    """Scale the model as asked and collect what is drawn."""
+    """Scale the model if requested and collect the data to show."""
     model = opened.model
     if command.method and is_scaled(model):
         scalelong.remove(model, "scaling")

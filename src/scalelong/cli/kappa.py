@@ -22,9 +22,9 @@ from scalelong.stability.kappa import Recommendation, plot, recommend_kappa
 
 @dataclass(frozen=True)
 class Kappa:
-    """Choose kappa: the interval of the paper's Sec. 4.1 from data, noise process and number of skips, and one value.
+    """Recommend kappa: the interval of Sec. 4.1 from data, noise process and number of skips, and one value.
 
-    MODEL is a preset or a run folder, which name their data; or, with --data, a diffusers folder or module:callable.
+    MODEL is a preset or a run folder; or, with --data, a diffusers folder or module:callable.
 
     Example: scalelong kappa digits-demo --out runs/kappa
 
@@ -32,13 +32,13 @@ class Kappa:
     """
 
     model: ModelName  # see above
-    data: str | None = None  # instead of the preset's: a name, folder:PATH or hf:NAME; required for other models
+    data: str | None = None  # a name, folder:PATH or hf:NAME; default: the preset's; required for other models
     image_size: int | None = None  # crop and resize the data to this
     skips: int | None = None  # the number of long skips; default: the model's
     shape: tuple[str, ...] = ()  # example inputs for unknown classes: 1,3,32,32 is random numbers, 1:int64 zeros
     process: str = ""  # vp, ddpm, cosine, edm; default: the preset's, or vp
     prediction: str = ""  # noise, x0, v; default: the preset's, or the process's own
-    steps: int | None = None  # of the training; default: the preset's
+    steps: int | None = None  # training steps; default: the preset's
     num_samples: Annotated[int, tyro.conf.arg(aliases=["--samples"])] = 4096
     seed: int = 0
     out: str = "runs/kappa"  # folder of the plot

@@ -1,4 +1,4 @@
-"""`scalelong VERB ...`: imports the file of the verb and runs it."""
+"""Entry point of `scalelong VERB ...`; imports the verb lazily."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from scalelong.errors import StoppedError, one_line, unknown_name
 from scalelong.progress import LogHandler
 
 VERBS = {
-    "demo": "train none, cs and ls on embedded digits and compare them",
-    "train": "train a preset; the same command again resumes",
+    "demo": "train none, cs and ls on digits and compare them",
+    "train": "train a preset; run again to resume",
     "sample": "sample images from a trained run",
     "compare": "compare runs: mean ± sd over seeds, steps and seconds to a loss or quality",
-    "report": "show runs in one HTML file",
-    "evaluate": "measure a trained run (FID) against its data",
-    "probe": "measure what a run's features say about the classes: linear probes",
-    "export": "export the model of a run, with a model card",
-    "data": "fetch, check and encode data sets",
+    "report": "write an HTML report of runs",
+    "evaluate": "measure the FID of a run",
+    "probe": "linear probes on the features of a run",
+    "export": "export a run with a model card",
+    "data": "download, check and encode datasets",
     "autoencoder": "train a small autoencoder for latent diffusion",
-    "inspect": "draw the U of a model: stages, skips, channels, coefficients, how far kappa reaches",
-    "coordcheck": "check that activations keep their size as a preset widens, in muP and without",
-    "transfer": "train a preset at several widths and rates: does the best learning rate move?",
-    "kappa": "recommend kappa from the data, the noise and the number of skips",
-    "diagnose": "describe how stable a run was: oscillation, spikes, skipped steps",
+    "inspect": "show the long skips of a model: stages, channels, coefficients, reach of kappa",
+    "coordcheck": "coordinate check: activation scale across widths, in muP and standard parametrization",
+    "transfer": "learning-rate transfer: train a preset at several widths and rates",
+    "kappa": "recommend kappa from data, noise process and number of skips",
+    "diagnose": "diagnose a run: oscillation, spikes, skipped steps",
     "theory": "check the paper's theorems numerically",
-    "doctor": "report what this machine and this installation can do",
+    "doctor": "report versions, devices, extras and cached data",
 }
 
 _PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {unknown_name('verb', verb, VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not support all characters
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def as_flags(message: str, verb: str) -> str:
-    """An error whose remedy, the part behind the last semicolon, names flags of this verb instead of settings."""
+    """Rewrite the remedy of an error (after the last semicolon) to name flags instead of settings."""
     head, semicolon, remedy = message.rpartition("; ")
 
     def flag(found: re.Match[str]) -> str:

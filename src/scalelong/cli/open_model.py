@@ -33,14 +33,14 @@ COMPONENTS = ("unet", "transformer", "prior", "decoder")  # of a pipeline; the f
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and example calls of it; None where its class is known and needs none."""
+    """A model and example inputs; None if its class is known."""
 
     model: nn.Module
     example: Call | None  # to run; None on the meta device
     full: Call | None  # at the model's native resolution
 
     def skips(self) -> list[scalelong.LongSkip]:
-        """The long skips, their reach measured where the model has values."""
+        """The long skips, with measured reach unless on the meta device."""
         if is_scaled(self.model) and any(skip.after_norm for skip in attached_skips(self.model)):
             return attached_skips(self.model)
         return scalelong.find_skips(self.model, example=self.example)
@@ -52,7 +52,7 @@ def known_config(name: str) -> RunConfig | None:
 
 
 def open_model(name: str, shapes: Sequence[str]) -> Opened:
-    """Open a model by name; `shapes` are those of an example input, for unknown classes."""
+    """Open a model by name; `shapes` describe an example input for unknown classes."""
     example = as_call(tuple(example_tensor(shape) for shape in shapes)) if shapes else None
     model, own_example = named_model(name, example)
     example = example or own_example
@@ -107,7 +107,7 @@ def example_tensor(text: str) -> Tensor:
 
 
 def from_config(config: RunConfig, example: Call | None = None) -> nn.Module:
-    """The model of a configuration, for images of the usual shape of its data or that of the example."""
+    """Build the model of a configuration for its data's usual shape or the example's."""
     shape, conditioning = EXPECTED.get(config.data.name, (find_source(config.data.name)[0].shape, Conditioning()))
     if example is not None:
         shape = tuple(example[0][0].shape[1:])

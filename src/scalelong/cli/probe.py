@@ -1,6 +1,6 @@
-"""Fit linear layers on the features of a trained run, at every block and noise level, into its metrics.jsonl.
+"""Fit linear probes on the features of a run at every block and noise level; recorded in metrics.jsonl.
 
-Block and level are chosen on held-out training images; the accuracy on the test images is measured once.
+Block and level are selected on held-out training images; test accuracy is measured once.
 
 Example: scalelong probe runs/cifar10-uvit-s2-cs-seed0
 
@@ -27,12 +27,12 @@ class Probe:
     protocol: Literal["held-out", "ddae"] = "held-out"  # ddae: as published, with selection on the test images
     levels: int = 9  # number of noise levels
     blocks: tuple[str, ...] = ()  # module names; default: every block
-    images: int = 10_000  # training images for the choice of block and level; the final layer is fitted on all
+    images: int = 10_000  # training images for selecting block and level; the final layer uses all
     floors: bool = True  # also probe an untrained network and the pixels
-    cache: bool = True  # keep the features in the run's folder
-    weights: str = "ema"  # ema (averaged) or model (as trained)
+    cache: bool = True  # cache the features in the run folder
+    weights: str = "ema"  # ema, or model for the raw weights
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
-    seed: int = 0  # of the noise and of the split
+    seed: int = 0  # of the noise and the split
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -14,13 +14,13 @@ from scalelong.report import read_runs, write_report
 
 @dataclass(frozen=True)
 class Report:
-    """Show runs in one HTML file: curves, oscillation, coefficients, samples, and what they say in sentences.
+    """Write an HTML report of runs: curves, oscillation, coefficients, samples and a text summary.
 
     Example: scalelong report runs/demo/none runs/demo/cs --out report.html
     """
 
     runs: RunFolders = ()  # run folders, or folders of run folders
-    out: str = ""  # default: report.html in the given folder, or in the current one if several are given
+    out: str = ""  # default: report.html in the given folder, or in the current folder if several are given
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Sample images from a trained run into a PNG grid and an npz; settings of the sampler default to the run's own.
+"""Sample images from a run into a PNG grid and an npz file; uses the run's sampling settings by default.
 
 Example: scalelong sample runs/demo/cs --num-samples 64 --seed 1
 
@@ -30,11 +30,11 @@ from scalelong.training.condition import Condition, choose_classes, choose_promp
 class Sample:
     run: RunFolder  # the run's folder
     seed: int = 0
-    first: int = 0  # number of the first image
+    first: int = 0  # index of the first image
     classes: str = ""  # sample these in turn: numbers, names or null, separated by commas; default: every class
     prompt: tuple[str, ...] = ()  # sample these texts in turn; "" is the null condition; default: captions of the data
     encoder: str = ""  # path of the text encoder; default: the run's own
-    weights: str = "ema"  # ema (averaged) or model (as trained)
+    weights: str = "ema"  # ema, or model for the raw weights
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
     out: str = ""  # path of the output without suffix; default: RUN/samples/seedN
     device: str = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ class Theory:
     """
 
     out: str = "runs/theory"  # folder of the figures, theory.json, theory.csv and theory.md
-    quick: bool = False  # small networks and few of them: takes seconds, too coarse to quote
+    quick: bool = False  # fewer, smaller networks: takes seconds, too coarse to quote
     seed: int = 0
 
 
@@ -34,4 +34,4 @@ def main(arguments: list[str]) -> None:
     print(as_text([finding for study in studies for finding in study.findings]))
     for study in studies:
         print(f"picture  {draw(study, out)}")
-    print(f"numbers  {', '.join(map(str, files))}\nin all   {time.perf_counter() - started:.0f} s")
+    print(f"numbers  {', '.join(map(str, files))}\ntotal    {time.perf_counter() - started:.0f} s")

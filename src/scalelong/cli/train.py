@@ -24,7 +24,7 @@ from scalelong.runs.config import from_yaml
 from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig
 
-SHORT = {  # names that flags have in other verbs
+SHORT = {  # common flag names
     "--method": "--scaling.method",
     "--kappa": "--scaling.kappa",
     "--data": "--data.name",
@@ -37,22 +37,22 @@ SHORT = {  # names that flags have in other verbs
 
 @dataclass(frozen=True)
 class Train:
-    preset: PresetName  # one of those above; optional with --config
+    preset: PresetName  # see above; optional with --config
     out: str = ""  # the run's folder; default: runs/PRESET-METHOD-seedN
-    config: str = ""  # a YAML file (such as a run's config.yaml) whose settings override the preset's
-    dry_run: bool = False  # print settings, parameters, memory and time; fetches nothing and trains nothing
-    probe_every: int = 0  # steps between records of the blocks' feature and gradient norms; 0: never
-    validate_every: int = 0  # steps between validation losses, in ten bins of noise; 0: never
+    config: str = ""  # YAML file (such as a run's config.yaml) that overrides the preset
+    dry_run: bool = False  # print settings, parameters, memory and time without downloading or training
+    probe_every: int = 0  # steps between records of feature and gradient norms; 0: never
+    validate_every: int = 0  # steps between validation losses; 0: never
     validate_split: str = "test"  # of the data
-    validate_images: int = 2000  # the first of the split
+    validate_images: int = 2000  # number of images, from the start of the split
     evaluate_every: int = 0  # steps between FID evaluations; 0: never
     evaluate_samples: int = 10_000  # images per evaluation
-    evaluate_extractor: str = "inception"  # inception, or random-conv (light, and not FID)
+    evaluate_extractor: str = "inception"  # inception, or random-conv (lightweight, not FID)
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
 def parse(arguments: list[str]) -> Train:
-    """The preset, then the YAML file, then the flags: later ones win."""
+    """Merge preset, YAML file and flags; later ones take precedence."""
     short = ", ".join(f"{short} for {flag}" for short, flag in SHORT.items() if short != "--evaluate-precision")
     about = f"{__doc__}\nShort: {short}\n\nPresets: {', '.join(PRESETS)}"
 
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> Train:
 
     arguments = [_long(argument) for argument in arguments]
     asked = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first = parsed(asked, Train(preset="", settings=RunConfig()))  # finds preset and file in any order
+    first = parsed(asked, Train(preset="", settings=RunConfig()))  # find preset and file in any order
     if not first.preset and not first.config and asked == arguments:
         raise ValueError(f"preset: name the one to train, one of {', '.join(PRESETS)}; or --config FILE")
     settings = get_preset(first.preset) if first.preset else RunConfig()
@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> Train:
 
 
 def _long(argument: str) -> str:
-    """The flags of other verbs, such as --method, as those of `train`."""
+    """Translate common flags such as --method to those of `train`."""
     flag, equals, value = argument.partition("=")
     return f"{SHORT.get(flag, flag)}{equals}{value}"
 
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(command.out or f"runs/{run_name(command)}")
     if not command.dry_run and os.environ.get("RANK", "0") == "0" and protected("folder.early"):
         check_folder(folder, settings)
-    # torch takes seconds to import: not before the folder is checked
+    # torch is slow to import: check the folder first
     from scalelong.cli.estimate import print_estimate
     from scalelong.evaluation import get_extractor
     from scalelong.evaluation.evaluate import EvaluationObserver, check_count

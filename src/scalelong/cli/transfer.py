@@ -14,9 +14,9 @@ from scalelong.stability.transfer import PARAMETRIZATIONS, RESULTS, plot, run_tr
 
 @dataclass(frozen=True)
 class Transfer:
-    """Train a preset at several widths and learning rates, in muP and in the standard parametrization: does the best move?
+    """Train a preset at several widths and learning rates, in muP and standard parametrization, and compare the best rates.
 
-    The first width is the base of muP. Runs are kept below --out; the same command again trains what is missing.
+    The first width is the muP base. Runs are kept below --out; run again to train missing ones.
 
     Example: scalelong transfer digits-demo --widths 32 64 128 --rates 1e-3 4e-3 1.6e-2 --steps 100
     """
@@ -29,8 +29,8 @@ class Transfer:
     parametrizations: tuple[str, ...] = PARAMETRIZATIONS
     steps: int = 0  # 0: the preset's
     batch_size: int = 0  # 0: the preset's
-    method: str = ""  # of scaling; default: the preset's
-    out: str = ""  # folder of the runs; default: runs/transfer-PRESET
+    method: str = ""  # scaling method; default: the preset's
+    out: str = ""  # output folder; default: runs/transfer-PRESET
 
 
 def main(arguments: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""Sources of images and the loader.
+"""Data sources and the loader.
 
-A new source is one file like `cifar10.py` that calls `register`, and its name in the first import below.
+To add a source, write a file like `cifar10.py` that calls `register`, and import it below.
 """
 
 from scalelong.data import (  # noqa: F401

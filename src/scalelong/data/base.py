@@ -1,4 +1,4 @@
-"""What a source of images is, and the registry of sources. Legend: n items, C channels, H x W pixels."""
+"""Base class and registry of data sources. Shapes: n items, C channels, H x W pixels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DAMAGE = (
 
 @contextmanager
 def reading(what: str, remedy: str) -> Iterator[None]:
-    """Turn what a damaged file raises into a DataError: "what (reason); remedy"."""
+    """Convert errors of damaged files into a DataError: "what (reason); remedy"."""
     try:
         yield
     except DataError:
@@ -51,7 +51,7 @@ def reading(what: str, remedy: str) -> Iterator[None]:
 
 
 def to_float(images: Tensor) -> Tensor:
-    """uint8 to float32 in [-1, 1]; a multiplication, so that every device gives the same bits.
+    """Convert uint8 to float32 in [-1, 1]; bit-identical on every device.
 
     >>> to_float(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
@@ -60,7 +60,7 @@ def to_float(images: Tensor) -> Tensor:
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] to uint8, the inverse of `to_float`; values outside are clipped.
+    """Convert [-1, 1] to uint8 with clipping; the inverse of `to_float`.
 
     >>> to_uint8(torch.tensor([-1.0, 0.0, 3.0]))
     tensor([  0, 128, 255], dtype=torch.uint8)
@@ -69,7 +69,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """Images with optional labels and captions; items 0 .. n - 1 always have the same order.
+    """Images with optional labels and captions, in a fixed order.
 
     >>> class Ramp(Source):
     ...     name, shape = "ramp", (1, 2, 2)
@@ -88,9 +88,9 @@ class Source(ABC):
     captions: list[str] | None = None  # one per item, or `caption_counts` per item
     caption_counts: Tensor | None = None  # (n,) captions of each item, stored consecutively; None: one each
     class_names: Sequence[str] = ()
-    images: Tensor | None = None  # uint8 (n, C, H, W) if the set is held in memory
+    images: Tensor | None = None  # uint8 (n, C, H, W) if in memory
     window: int | None = None  # items are shuffled within windows of this many; None: within the whole epoch
-    max_workers: int | None = None  # processes that may read it at a time; None: any number; 0: a thread reads it
+    max_workers: int | None = None  # maximum number of worker processes; None: unlimited; 0: use a thread
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -114,16 +114,16 @@ class Source(ABC):
         return torch.stack([self.read(item) for item in items])
 
     def where(self, item: int) -> str:
-        """What errors call this item."""
+        """Name of an item in error messages."""
         return f"{self.name} row {item}"
 
     def verify(self, item: int) -> tuple[int, int] | None:
-        """Read one item whole, or raise a DataError; the image's (width, height) if it is resized afterwards."""
+        """Read one item completely or raise a DataError; return (width, height) of images that are resized."""
         self.read(item)
         return None
 
     def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
-        """Set labels and classes, by default named by their number; a label that is not a class is refused."""
+        """Set labels and class names (default: numbers); raise for labels out of range."""
         self.labels = labels.to(torch.int64)
         largest, limit = int(self.labels.max()) + 1, MAX_CLASSES if protected("data.limits") else math.inf
         if max(len(class_names), 0 if class_names else largest) > limit:
@@ -146,7 +146,7 @@ class Source(ABC):
         return to_float(stored)
 
     def _form(self) -> object:
-        """How items are processed; enters the fingerprint."""
+        """How items are processed; part of the fingerprint."""
         return (self.shape, len(self))
 
     def _contents(self) -> Iterator[bytes]:
@@ -155,7 +155,7 @@ class Source(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 that changes when the data does, and does not depend on where the data is stored."""
+        """sha256 of the data, independent of its location."""
         digest = hashlib.sha256(repr(self._form()).encode())
         for content in self._contents():
             digest.update(content)
@@ -168,7 +168,7 @@ class Source(ABC):
 
 
 class MemorySource(Source):
-    """A set held in memory.
+    """A dataset in memory.
 
     >>> source = MemorySource("noise", torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8))
     >>> len(source), source.shape
@@ -212,21 +212,21 @@ class MemorySource(Source):
 
 
 class Request(NamedTuple):
-    """What `load_source` or `check` was asked for."""
+    """Arguments of `load_source` or `check`."""
 
-    path: str  # what follows "prefix:"; the name of a named set
+    path: str  # the part after "prefix:", or the name of a named dataset
     image_size: int | None = None
     split: str = "train"
     root: Root = None
 
 
 class SourceSpec(NamedTuple):
-    """How a source is named, described, loaded and checked; `register` adds it to `SOURCES`."""
+    """Name, description, loader and checker of a source; `register` adds it to `SOURCES`."""
 
     form: str  # "cifar10", or a prefix and what follows it: "folder:PATH"
     description: str
     load: Callable[[Request], Source]
-    splits: tuple[str, ...] = ()  # of a named set; sources with a path look for theirs in the data
+    splits: tuple[str, ...] = ()  # of named datasets; others find theirs in the data
     check: Callable[[Request], list[DataError]] | None = None  # None: every item is read
     shape: Shape | None = None  # of the items, if known without the data
 
@@ -252,7 +252,7 @@ def register(form: str, description: str, **options: Any) -> Callable[[Loads], L
 
 
 def find_source(name: str) -> tuple[SourceSpec, str]:
-    """The spec that a name refers to, and what follows its prefix; a plain path is a folder."""
+    """The spec of a name and the part after its prefix; a plain path is a folder."""
     prefix, _, path = name.partition(":")
     spec = SOURCES.get(prefix)
     if spec and (path if ":" in spec.form else name == prefix):
@@ -282,7 +282,7 @@ def load_source(name: str | Path, *, image_size: int | None = None, split: str =
 
 
 def check(name: str, *, image_size: int | None = None, root: Root = None, split: str = "train") -> list[DataError]:
-    """Every bad file, row or sample of a source; without an image size, images of several sizes are a problem.
+    """List bad files, rows and samples of a source; without an image size, mixed sizes are errors too.
 
     >>> check("emoji32")
     []
@@ -311,12 +311,12 @@ def check(name: str, *, image_size: int | None = None, root: Root = None, split:
 
 
 def threaded(function: Callable[[int], Value], items: Sequence[int]) -> Iterator[Value]:
-    """function(item) in order, on threads (Pillow decodes without the interpreter lock)."""
+    """Map a function over items with threads, in order (Pillow releases the GIL)."""
     with ThreadPoolExecutor(8) as pool:
         for start in range(0, len(items), 1024):  # results wait in memory
             yield from pool.map(function, items[start : start + 1024])
 
 
 def hashed_items(count: int) -> list[int]:
-    """Up to 64 evenly spaced items whose contents enter a fingerprint, where reading all would take too long."""
+    """Up to 64 evenly spaced items to hash for the fingerprint."""
     return torch.linspace(0, count - 1, min(count, 64)).long().tolist()

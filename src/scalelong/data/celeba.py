@@ -11,7 +11,7 @@ from scalelong.data.base import DataError, Request, register
 from scalelong.data.folder import image_files
 from scalelong.data.images import FileSource
 
-CROP = 140  # pixels of the 178 x 218 kept at the centre
+CROP = 140  # center crop of the 178 x 218 images
 SIZE = 64
 SPLITS = {"train": "0", "val": "1", "test": "2"}
 
@@ -22,7 +22,7 @@ SPLITS = {"train": "0", "val": "1", "test": "2"}
     shape=(3, SIZE, SIZE),
 )
 class CelebASource(FileSource):
-    """The folder of aligned images; with the official partition file beside it, one split of them."""
+    """Folder of aligned images; one split if the official partition file is present."""
 
     def __init__(self, request: Request) -> None:
         root = self.folder = Path(request.path).expanduser()
@@ -33,7 +33,7 @@ class CelebASource(FileSource):
         self.set_size(request.image_size or SIZE)
 
     def open(self, item: int) -> Image.Image:
-        """The centre 140 x 140 pixels."""
+        """The center 140 x 140 pixels."""
         image = super().open(item)
         width, height = image.size
         if min(width, height) < CROP:
@@ -47,7 +47,7 @@ class CelebASource(FileSource):
 
 
 def _partition(files: list[str], root: Path, split: str) -> list[str]:
-    """The files of one split according to the partition file; without one, all are training data."""
+    """The files of one split of the partition file; without one, all files are training data."""
     tables = [file for file in (root / "list_eval_partition.txt", root / "list_eval_partition.csv") if file.is_file()]
     if not tables:
         if split != "train":

@@ -20,7 +20,7 @@ _Entry = tuple[str, list[str]]  # a path below the folder, its captions
 
 @register("coco:PATH", "MS-COCO with the official caption files or Karpathy's split; several captions an image")
 class CocoSource(FileSource):
-    """Images with several captions each, all of them in `captions`."""
+    """Images with several captions each."""
 
     def __init__(self, request: Request) -> None:
         self.folder = Path(request.path).expanduser()
@@ -33,7 +33,7 @@ class CocoSource(FileSource):
 
 
 def _entries(folder: Path, split: str) -> list[_Entry]:
-    """The files and captions of a split, sorted by file; captions and images that do not match are refused."""
+    """The files and captions of a split, sorted by file; raises if captions and images do not match."""
     official = sorted(folder.glob(f"annotations/captions_{split}20*.json"))
     tables = [*official, *(file for file in (folder / KARPATHY, folder / "annotations" / KARPATHY) if file.is_file())]
     if not tables:

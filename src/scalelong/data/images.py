@@ -1,4 +1,4 @@
-"""Decoded images: from a file to uint8 (C, H, W), sources that decode one image at a time, and grids as PNG."""
+"""Decode images to uint8 (C, H, W), sources that decode on the fly, and PNG grids."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from scalelong.files import atomic_write
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # of those files; others (EPS) would run programs
-MAX_PIXELS = 2**25  # of one image; a file of kilobytes can unpack to gigabytes
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others (EPS) would run programs
+MAX_PIXELS = 2**25  # limit against decompression bombs
 _EIGHT_BIT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _BROKEN_FILE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})  # may hold an orientation
@@ -64,13 +64,13 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """The centre square, resized to size x size."""
+    """Center-crop to a square and resize to size x size."""
     if image.size == (size, size):
         return image
     width, height = image.size
     side = min(width, height)
     left, top = (width - side) // 2, (height - side) // 2
-    square = image.crop((left, top, left + side, top + side))  # resize(box=) would let the filter look outside
+    square = image.crop((left, top, left + side, top + side))  # resize(box=) filters beyond the crop
     return square.resize((size, size), Image.Resampling.BICUBIC)
 
 
@@ -88,7 +88,7 @@ def resize_all(images: Tensor, size: int) -> Tensor:
 
 
 def resized(source: MemorySource, size: int | None) -> MemorySource:
-    """The same source with images of size x size; None keeps them."""
+    """Resize the images of a source to size x size; None keeps them."""
     if size is None or size == source.shape[-1]:
         return source
     count, channels = source.images.shape[:2]
@@ -98,7 +98,7 @@ def resized(source: MemorySource, size: int | None) -> MemorySource:
 
 
 class PictureSource(Source):
-    """Images decoded when read, each cropped to its centre square and resized; without an image size all must have one."""
+    """Images decoded on the fly, center-cropped and resized; without an image size all must have the same size."""
 
     image_size: int | None
 
@@ -110,7 +110,7 @@ class PictureSource(Source):
         return self.open(item).size
 
     def set_size(self, image_size: int | None) -> None:
-        """Set the shape of every image: the requested size, or that of the first image."""
+        """Set the image shape: the requested size, or the size of the first image."""
         self.image_size = image_size
         width, height = (image_size, image_size) if image_size else self.open(0).size
         self.shape = (3, height, width)
@@ -119,7 +119,7 @@ class PictureSource(Source):
         return to_tensor(self._fitted(item))
 
     def read_many(self, items: Sequence[int]) -> Tensor:
-        """Fill one array: for small images, a tensor each costs as much as decoding."""
+        """Read into one array: for small images, separate tensors cost as much as decoding."""
         _, height, width = self.shape
         pixels = np.empty((len(items), height, width, 3), dtype=np.uint8)
         for row, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""The files of encoded latents: their index, its hashes, and the autoencoder beside them."""
+"""The index of encoded latents: hashes and the stored autoencoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalelong.errors import require_number
 from scalelong.files import inside
 
 INDEX = "index.json"
-PLAN = "encoding.json"  # of an encoding that is not finished
+PLAN = "encoding.json"  # present until encoding has finished
 ANNOTATIONS = "annotations.json"
 AUTOENCODER = "autoencoder"
 FORMAT = "scalelong-latents-1"
@@ -50,7 +50,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def index_digest(index: Mapping[str, Any]) -> str:
-    """The fingerprint of latents: over the autoencoder and the hashes of all files."""
+    """Fingerprint of latents: hash of the autoencoder and all files."""
     kept = {key: index[key] for key in ("shape", "scale", "shift", "annotations")}
     kept["autoencoder"] = index["autoencoder"]["sha256"]
     kept["shards"] = [shard["sha256"] for shard in index["shards"]]
@@ -58,7 +58,7 @@ def index_digest(index: Mapping[str, Any]) -> str:
 
 
 def check_latents(folder: Path, index: Mapping[str, Any], hash_limit: float = math.inf) -> list[DataError]:
-    """Every file that is missing, truncated or, in sets up to `hash_limit` bytes, of another hash."""
+    """Every file that is missing, truncated or, up to `hash_limit` bytes in total, has a wrong hash."""
     expected = {shard["file"]: Expected(shard["bytes"], shard["sha256"]) for shard in index["shards"]}
     expected[ANNOTATIONS] = Expected(1, index["annotations"])
     hashed = sum(want.size for want in expected.values()) <= hash_limit

@@ -1,7 +1,7 @@
-"""Latents of an autoencoder in shards: encoding a set of images once, and training on the result.
+"""Encode a dataset into sharded latents of an autoencoder, and train on them.
 
-Stored is the mean and log-variance of each image and of its mirror image; the noise that samples from them is a function
-of (seed, index). Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
+Mean and log-variance of each image and its horizontal flip are stored; the sampling noise is a function of (seed, index).
+Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance, C, h, w) float32.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class LatentSource(Source):
         return int(self.index["count"])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_shards": {}}  # each worker maps the files itself
+        return self.__dict__ | {"_shards": {}}  # workers map the files themselves
 
     @property
     def stored(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -138,7 +138,7 @@ class LatentSource(Source):
         return f"{self.folder / self.index['shards'][shard]['file']} row {item - self._starts[shard]} (item {item})"
 
     def prepare(self, stored: Tensor, seed: int, index: Tensor, mirrored: Tensor | None) -> Tensor:
-        """(B, C, h, w) sampled from the distribution of the image or, where mirrored, of its mirror image."""
+        """(B, C, h, w) sampled from the distribution of the image or of its horizontal flip."""
         rows = torch.arange(len(stored), device=stored.device)
         chosen = stored[rows, 0 if mirrored is None else mirrored.long()]
         mean, logvar = chosen[:, 0].contiguous(), chosen[:, 1].contiguous()
@@ -146,7 +146,7 @@ class LatentSource(Source):
         return (sample - float(self.index["shift"])) * float(self.index["scale"])
 
     def _shard(self, number: int) -> Any:
-        """One shard (count, 2, 2, C, h, w), mapped: only rows that are indexed are read."""
+        """One memory-mapped shard (count, 2, 2, C, h, w)."""
         if number not in self._shards:
             shard = self.index["shards"][number]
             path, shape = self.folder / shard["file"], (shard["count"], *self.stored[0])
@@ -163,7 +163,7 @@ class LatentSource(Source):
 
 
 def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | None:
-    """What decodes samples of a model trained on the source `name` with this fingerprint; None if they are images."""
+    """The decoder for samples of a model trained on the source `name` with this fingerprint; None for pixels."""
     prefix, _, folder = name.partition(":")
     if prefix != "latents":
         return None
@@ -175,7 +175,7 @@ def decoder(name: str, device: Device, fingerprint: str = "") -> Autoencoder | N
 
 
 def original_images(source: Source, root: str | Path | None = None) -> Source:
-    """The images that latents were made from; any other source itself."""
+    """The source of the encoded images; other sources are returned as is."""
     if not isinstance(source, LatentSource):
         return source
     origin = source.index["source"]
@@ -186,7 +186,7 @@ def original_images(source: Source, root: str | Path | None = None) -> Source:
 
 
 class Origin(NamedTuple):
-    """Where the images came from, so that latents can be compared with them."""
+    """The source of the encoded images, for evaluation."""
 
     name: str
     image_size: int | None = None
@@ -196,14 +196,14 @@ class Origin(NamedTuple):
 def encode(
     source: Source, model: Autoencoder, folder: str | Path, origin: Origin, batch_size: int = 64, per_shard: int = 1024
 ) -> Path:
-    """Write the latents of every image and its mirror image; the same call again continues, keeping whole shards."""
+    """Encode every image and its horizontal flip; calling it again continues an interrupted encoding."""
     folder = Path(folder)
     if batch_size < 1 or per_shard < 1:
         raise ValueError(f"encode: batch_size and per_shard must be at least 1, got {batch_size} and {per_shard}")
     if source.stored[1] != torch.uint8:
         raise DataError(f"data.name: {source.name} are latents already; encode the images they were made from")
     shape = model.latent_shape(source.shape)
-    plan = {  # all that decides what is written
+    plan = {  # everything that determines the output
         "format": FORMAT,
         "autoencoder": {"sha256": model.digest, "class": type(model.model).__name__},
         "scale": model.scale,
@@ -238,7 +238,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
-    """Whether the folder holds these latents whole; else it is (re)opened with its good shards kept."""
+    """True if the folder contains these latents completely; else prepare it, keeping valid shards."""
     index = read_index(folder) if (folder / INDEX).is_file() else None
     found = index or (read_json(folder / PLAN, "remove the folder") if (folder / PLAN).is_file() else plan)
     changed = [f"{key} {found.get(key)}, not {value}" for key, value in plan.items() if found.get(key) != value]
@@ -262,7 +262,7 @@ def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
 
 
 def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mapping[str, Any], batch_size: int) -> None:
-    for leftover in folder.glob(".*-staging-*"):  # of a killed process; the folder is locked, so nobody writes them
+    for leftover in folder.glob(".*-staging-*"):  # left by a killed process; the folder is locked
         leftover.unlink()
     autoencoder.model.save_pretrained(folder / AUTOENCODER)
     latent_autoencoder(folder, plan)  # the saved copy has the digest of the plan
@@ -275,7 +275,7 @@ def _encode(source: Source, autoencoder: Autoencoder, folder: Path, plan: Mappin
             path, items = folder / f"shard-{number:05d}.safetensors", range(start, min(start + size, len(source)))
             note = path.with_suffix(".json")  # exists if an earlier process finished this shard
             entry: Any = None
-            with suppress(OSError, ValueError):  # there is none, or it is damaged
+            with suppress(OSError, ValueError):  # missing or damaged
                 entry = json.loads(note.read_bytes())
             if not isinstance(entry, dict) or not path.is_file() or entry.get("sha256") != file_digest(path):
                 with atomic_write(path) as file:

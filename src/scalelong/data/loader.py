@@ -1,7 +1,7 @@
-"""The order in which items are used, and how they get to the device.
+"""Sample order and transfer to the device.
 
-Order, flips and captions are functions of (seed, index), the index counting samples since the start of the run: batch
-size, workers and resuming change nothing. Legend: n items, B batch, C channels, H x W pixels.
+Order, flips and captions are functions of (seed, global sample index), independent of batch size, workers and resuming.
+Shapes: n items, B batch, C channels, H x W pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scalelong.random import random_bits, uniform
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPLACED = 3  # workers that died or hung
+_MOST_REPLACED = 3  # restarts of dead or hanging workers
 
 _Reply = tuple[Tensor, Tensor, Tensor]  # global indices, items, what was read
 
@@ -39,7 +39,7 @@ def _permutation(seed: int, first: int, size: int) -> Tensor:
 
 
 def sample_to_item(seed: int, n: int, index: Tensor, window: int | None = None) -> Tensor:
-    """The item at each global sample index; every epoch is a fresh permutation, within windows that follow one another.
+    """The item at each global sample index; every epoch is a new permutation, within consecutive windows.
 
     >>> sample_to_item(0, 5, torch.arange(10))
     tensor([3, 4, 0, 1, 2, 1, 4, 3, 0, 2])
@@ -66,7 +66,7 @@ def flip_mask(seed: int, index: Tensor) -> Tensor:
 
 
 def caption_rows(seed: int, index: Tensor, items: Tensor, counts: Tensor | None) -> Tensor:
-    """The caption of each sample, as rows of the list of all; items with several get one at random by index."""
+    """Row of each sample's caption; items with several captions get a random one by index."""
     if counts is None:
         return items
     first = counts.cumsum(0) - counts
@@ -91,9 +91,9 @@ class Batch:
 
 
 class Loader(ABC):
-    """Turns global sample indices into batches on the device."""
+    """Turn global sample indices into batches on the device."""
 
-    worker_timeout = 300.0  # seconds after which a worker that hangs is replaced
+    worker_timeout = 300.0  # seconds before a hanging worker is replaced
 
     def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         if len(source) == 0:
@@ -119,7 +119,7 @@ class Loader(ABC):
         return sample_to_item(self.seed, len(self.source), index, self.source.window)
 
     def _finish(self, index: Tensor, items: Tensor, stored: Tensor) -> Batch:
-        """Make a batch of stored items; shared by both loaders, so they agree to the bit."""
+        """Convert stored items to a batch; shared by both loaders, which are bit-identical."""
 
         def put(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, non_blocking=True)
@@ -132,7 +132,7 @@ class Loader(ABC):
 
 
 class DeviceLoader(Loader):
-    """Holds all items on the device as stored; a batch is a gather."""
+    """Keep all items on the device as stored; a batch is a gather."""
 
     def __init__(self, source: Source, seed: int, device: Device = "cpu", flip: bool = True) -> None:
         super().__init__(source, seed, device, flip)
@@ -143,7 +143,7 @@ class DeviceLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Reads items ahead in worker processes, or in a thread if the source allows no process."""
+    """Prefetch items in worker processes, or in a thread if the source does not support processes."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class StreamLoader(Loader):
         return self.source.read_many(items.tolist())
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
-        """Consumes up to max(workers, 1) * 2 index tensors ahead of the batches returned."""
+        """One batch per index tensor; prefetches up to max(workers, 1) * 2 of them."""
         requests = ((index.to(device="cpu", dtype=torch.int64), self.items(index)) for index in index_batches)
         if self.workers:
             replies = self._from_workers(requests)
@@ -175,7 +175,7 @@ class StreamLoader(Loader):
             yield self._finish(*reply)
 
     def _from_workers(self, requests: Iterator[tuple[Tensor, Tensor]]) -> Iterator[_Reply]:
-        """The workers take turns; one that dies or hangs is replaced, and what it was asked for is asked again."""
+        """Read round-robin from the workers; replace one that dies or hangs and repeat its requests."""
         workers = [Worker(self.source) for _ in range(self.workers)]
         asked: deque[tuple[Worker, Tensor, Tensor]] = deque()
 
@@ -191,7 +191,7 @@ class StreamLoader(Loader):
                 worker, index, items = asked.popleft()
                 while failure := self._wait_for(worker):
                     self.replaced += 1
-                    sentence = f"data.workers: a reading process {failure}, at {self.source.where(int(items[0]))}"
+                    sentence = f"data.workers: a worker process {failure}, at {self.source.where(int(items[0]))}"
                     if self.replaced > _MOST_REPLACED or not protected("loader.replace"):
                         raise DataError(f"{sentence}; {self.replaced} have failed, try fewer data.workers or 0")
                     logger.warning("%s; starting another one at the same position", sentence)
@@ -204,7 +204,7 @@ class StreamLoader(Loader):
                 worker.stop()
 
     def _wait_for(self, worker: Worker) -> str:
-        """Wait for a worker's reply; what went wrong, if no reply will come."""
+        """Wait for a worker's reply; return the reason if it died or hung."""
         started = time.monotonic()
         while not worker.pipe.poll(0.2):
             if time.monotonic() - started > self.worker_timeout and protected("loader.timeout"):
@@ -213,7 +213,7 @@ class StreamLoader(Loader):
 
 
 def _read_ahead(replies: Iterable[_Reply]) -> Iterator[_Reply]:
-    """The replies in order, some of them requested ahead by a thread."""
+    """The replies in order, prefetched by a thread."""
     rest = iter(replies)
     with ThreadPoolExecutor(1) as pool:
         asked = deque(pool.submit(next, rest, None) for _ in range(PREFETCH))
@@ -243,7 +243,7 @@ def make_loader(
     resident_limit_bytes: int = 2**31,
     worker_timeout: float = 300.0,
 ) -> Loader:
-    """A DeviceLoader if all items fit under the limit, else a StreamLoader; the batches are the same.
+    """Return a DeviceLoader if all items fit under the limit, else a StreamLoader; batches are identical.
 
     >>> from scalelong.data import load_source
     >>> loader = make_loader(load_source("digits"), seed=0)

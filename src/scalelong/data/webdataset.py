@@ -1,7 +1,6 @@
-"""Sets larger than memory, as tar shards in the layout of webdataset: `key.png` with `key.cls`, `key.txt` or `key.json`.
+"""Tar shards in the layout of webdataset: `key.png` with `key.cls`, `key.txt` or `key.json`.
 
-An index of each shard, made by one pass over its headers and cached, says where every image is, so that images can be
-read from the mapped file in any order.
+Each shard is indexed once, in one pass over its headers, and the index is cached for random access.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Sample = dict[str, Any]  # key, offset, size, label, caption
 
 @register("webdataset:PATTERN", "tar shards, for sets larger than memory")
 class WebDatasetSource(PictureSource):
-    """Images in tar shards, read by position; only the index is held in memory."""
+    """Images in tar shards with random access; only the index is in memory."""
 
     def __init__(self, request: Request) -> None:
         if request.split != "train":
@@ -78,8 +77,8 @@ class WebDatasetSource(PictureSource):
     def _content(self, item: int) -> bytes:
         home, start, size = bisect_right(self._starts, item) - 1, int(self._offsets[item]), int(self._sizes[item])
         with reading(f"{self.where(item)}: cannot be read", "get the shard again"):
-            file = _opened(self.shards[home], os.getpid())  # held here: another thread may drop it from the cache
-            content = os.pread(file.fileno(), size, start)  # not mapped: a file cut short would end the process
+            file = _opened(self.shards[home], os.getpid())  # keep a reference: another thread may evict it
+            content = os.pread(file.fileno(), size, start)  # not mmap: a truncated file would crash the process
             changed = os.fstat(file.fileno()).st_mtime_ns != self._versions[home]
         if len(content) < size:
             raise DataError(f"{self.where(item)}: cut short since it was indexed; get the shard again")
@@ -107,7 +106,7 @@ def _opened(shard: Path, process: int) -> IO[bytes]:  # noqa: ARG001 (each worke
 
 
 def expand(pattern: str) -> list[Path]:
-    """The shards of `a/{000..009}.tar`, `a/{x,y}.tar` or `a/*.tar`; a missing one is refused."""
+    """Expand `a/{000..009}.tar`, `a/{x,y}.tar` or `a/*.tar`; raise for missing shards."""
     parts = re.split(r"\{([^{}]*)\}", pattern)  # every second one was in braces
     choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
     shards: list[Path] = []
@@ -131,7 +130,7 @@ def _choices(inside: str) -> list[str]:
 
 
 def shard_index(shard: Path, cache: Path) -> list[Sample]:
-    """The samples of a shard, in the order of the file; from the cache if the file has not changed since."""
+    """The samples of a shard in file order, cached until the file changes."""
     status = shard.stat()
     identity = f"{_INDEX_VERSION} {shard.resolve()} {status.st_size} {status.st_mtime_ns}"
     kept = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
@@ -145,7 +144,7 @@ def shard_index(shard: Path, cache: Path) -> list[Sample]:
 
 
 def _checked_index(samples: Any, size: int) -> list[Sample]:
-    """The samples, if each has the form that `_scan` gives it and lies within the shard."""
+    """Validate the cached samples of a shard."""
     if not isinstance(samples, list) or not samples:
         raise ValueError("no samples")
     for sample in samples:
@@ -163,7 +162,7 @@ def _scan(shard: Path) -> list[Sample]:
             if member.isreg():
                 _add_member(archive, member, samples, shard)
         end = archive.offset
-    with shard.open("rb") as file:  # tarfile does not report a file that was cut between two members
+    with shard.open("rb") as file:  # tarfile misses truncation between two members
         file.seek(end)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise DataError(f"{shard}: cut short (no end of archive after {end:,} bytes); get it again")

@@ -1,4 +1,4 @@
-"""Reading processes that can be killed or stopped at any moment and be replaced."""
+"""Data workers that can be killed or stopped at any time and replaced."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PREFETCH = 2  # batches read ahead by each worker
 
 
 class Worker:
-    """A process that reads batches into memory shared with it.
+    """A process that reads batches into shared memory.
 
-    It has a pipe of its own and no lock in common with any other, so that it can be killed or stopped at any moment and
-    then be replaced. (Those of torch's DataLoader share queues, and its handler of SIGCHLD raises anywhere.)
+    It has its own pipe and shares no locks, so it can be killed or stopped at any time and replaced. (Workers of torch's
+    DataLoader share queues, and its SIGCHLD handler raises anywhere.)
     """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._asked: deque[list[int]] = deque()  # requests without a reply, oldest first
+        self._asked: deque[list[int]] = deque()  # pending requests, oldest first
         self._slots, self._slot = torch.empty(0, 0), 0
         self._reply: tuple[int, DataError | None] = (0, None)
         self.process: mp.Process | None = None
 
     def ask(self, items: list[int]) -> None:
-        """Request a batch; at most PREFETCH of them without a reply."""
+        """Request a batch; at most PREFETCH may be pending."""
         self._asked.append(items)
         if len(items) > self._slots.shape[1]:
             self.start()
@@ -42,7 +42,7 @@ class Worker:
             self._send(items)
 
     def start(self) -> None:
-        """Start a process, in place of the one before, and repeat the requests without a reply."""
+        """Start or restart the process and repeat pending requests."""
         self.stop()
         shape, dtype = self.source.stored
         self._slots = torch.empty((PREFETCH, max(map(len, self._asked)), *shape), dtype=dtype)
@@ -62,11 +62,11 @@ class Worker:
 
     def _send(self, items: list[int]) -> None:
         self._slot = (self._slot + 1) % PREFETCH
-        with suppress(OSError):  # it is dead, which is noticed when its reply is due
+        with suppress(OSError):  # dead: noticed when its reply is due
             self.pipe.send((self._slot, items))
 
     def receive(self) -> bool:
-        """Receive the reply that has arrived; False if it was the end of the process."""
+        """Receive a reply; False if the process has ended."""
         try:
             self._reply = self.pipe.recv()
         except (EOFError, OSError):
@@ -103,10 +103,10 @@ def _kill(process: mp.Process, parent: int) -> None:
 
 
 def _serve(source: Source, slots: Tensor, pipe: Connection, parents_end: Connection) -> None:
-    """A worker: reads what it is asked for until the pipe ends, which it does when the parent dies."""
+    """Worker main loop; ends when the pipe closes, also if the parent dies."""
     parents_end.close()
     if protected("loader.signals"):
-        for number in (signal.SIGTERM, signal.SIGINT):  # of a whole group or job: the parent decides when to stop
+        for number in (signal.SIGTERM, signal.SIGINT):  # sent to the process group: the parent decides when to stop
             signal.signal(number, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Diffusion: how noise is added (process), what is predicted (objective), and how images are sampled (sampling)."""
+"""Diffusion processes, objectives and samplers."""
 
 from scalelong.diffusion.objective import Network, Objective, draw_time_and_noise
 from scalelong.diffusion.process import DDPM, EDM, PROCESSES, VPSDE, Cosine, Flow, Process, get_process

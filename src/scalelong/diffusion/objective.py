@@ -1,4 +1,4 @@
-"""What the network predicts, the loss, and how a prediction becomes a denoised image.
+"""Prediction targets, the loss, and conversion of predictions to denoised images.
 
 Every target is p x_0 + q eps, which is solved for x_0 and eps together with x_t = alpha x_0 + sigma eps.
 Shapes: B samples; x_0, x_t, noise are (B, ...); t is (B,); per-sample factors are (B, 1, ..., 1).
@@ -22,7 +22,7 @@ Network = Callable[..., Tensor]  # net(x, time, **condition) -> prediction, shap
 
 @dataclass(frozen=True)
 class Objective:
-    """A process and what the network predicts in it: "noise", "x0", "v" or "flow"; for EDM always "edm".
+    """A process and its prediction target: "noise", "x0", "v" or "flow"; for EDM always "edm".
 
     >>> from scalelong.diffusion import VPSDE
     >>> objective = Objective(VPSDE(), "noise")
@@ -33,7 +33,7 @@ class Objective:
 
     process: Process
     prediction: str = ""  # default: the process's own
-    min_snr_gamma: float = 0.0  # weight the loss by min-SNR with this gamma (Hang et al. 2023 use 5); 0: do not
+    min_snr_gamma: float = 0.0  # gamma of min-SNR loss weighting (Hang et al. 2023 use 5); 0: off
 
     def __post_init__(self) -> None:
         allowed = self.process.predictions
@@ -80,12 +80,12 @@ class Objective:
         return (q * x_t - sigma * output) / determinant, (alpha * output - p * x_t) / determinant
 
     def _predict(self, net: Network, x_t: Tensor, t: Tensor, condition: dict[str, Any]) -> Tensor:
-        """The network's output in float32; lower precision is left to autocast."""
+        """The network's output in float32; use autocast for lower precision."""
         return net(*self.process.network_input(x_t, t), **condition).float()
 
 
 def draw_time_and_noise(process: Process, seed: int, index: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(t, noise) of the samples `index` (B,), a function of seed and index alone; `shape` is that of one sample.
+    """(t, noise) of the samples `index` (B,), a function of seed and index only; `shape` is the shape of one sample.
 
     >>> from scalelong.diffusion import VPSDE
     >>> t, noise = draw_time_and_noise(VPSDE(), seed=0, index=torch.arange(4), shape=(3, 8, 8))

@@ -1,4 +1,4 @@
-"""How noise is added to an image: x_t = alpha(t) x_0 + sigma(t) eps.
+"""Forward processes: x_t = alpha(t) x_0 + sigma(t) eps.
 
 A process has its own time t: the index 0..T-1 for DDPM, sigma for EDM, [0, 1] for the others.
 Schedules are computed in float32 (float64 when t is float64), never lower. Shapes: t, u, alpha, sigma are (B,).
@@ -19,11 +19,11 @@ from torch import Tensor
 from scalelong.errors import require, unknown_name
 
 TIME_SCALE = 999.0  # the network's time input is t * 999 for continuous t
-LAST_TIME = 1e-3  # the last time at which samplers in continuous time evaluate the network; then they step to t = 0
+LAST_TIME = 1e-3  # last network evaluation of continuous-time samplers before the step to t = 0
 
 
 def _real(t: Tensor) -> Tensor:
-    """t as float64 if it is that already, else as float32."""
+    """Convert t to float32 unless it is float64."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -78,7 +78,7 @@ class Process(ABC):
         return alpha * x0 + sigma * noise, alpha, sigma
 
     def network_input(self, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, time) as the network takes them, in float32; the index of a discrete process stays an integer."""
+        """Network inputs (x, time) in float32; the index of a discrete process stays an integer."""
         time = self.network_time(t)
         scaled = per_sample(self.input_scale(t), x_t) * x_t
         return scaled.float(), time.float() if time.is_floating_point() else time
@@ -159,7 +159,7 @@ class Cosine(ContinuousVP):
 
     offset: float = 0.008
     name: ClassVar[str] = "cosine"
-    start_time: ClassVar[float] = 0.9946  # alpha is 0.0084; at t = 1 it is 0, and a predicted noise says nothing of x_0
+    start_time: ClassVar[float] = 0.9946  # alpha is 0.0084; at t = 1 it is 0, and the noise does not determine x_0
 
     def __post_init__(self) -> None:
         require(self.offset >= 0, "diffusion.process.offset", "zero or more", self.offset)
@@ -215,7 +215,7 @@ class DDPM(Process):
         return t.long()
 
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
-        """Indices are rounded; where that makes two equal, the noisier one moves up."""
+        """Rounded indices; duplicates are resolved by moving the noisier one up."""
         require(steps <= self.num_steps, "sampling.steps", f"at most {self.num_steps}, the steps of the process", steps)
         times, rank = self._spaced(self.num_steps - 1, 0, steps, spacing, fine=self.num_steps), torch.arange(steps)
         distinct = (times.round().long().flip(0) - rank).cummax(0).values.clamp(max=self.num_steps - steps) + rank

@@ -1,4 +1,4 @@
-"""Samplers: plain functions from noise to images, with diffusers' schedulers for DDIM, DDPM and DPM-Solver++.
+"""Samplers: functions from noise to images; DDIM, DDPM and DPM-Solver++ use diffusers' schedulers.
 
 Image i depends only on (seed, i): the starting noise and the noise of every step are read from the counter-based
 streams "sample/start" and "sample/<step>" at the image's own index, so neither batch size nor ranks change it.
@@ -32,7 +32,7 @@ class Trajectory:
 
     process: Process
     times: Tensor
-    alpha: Tensor  # float64 on the CPU: its entries act as scalars, so no step waits for the device
+    alpha: Tensor  # float64 on the CPU: used as scalars, without device syncs
     sigma: Tensor
     denoise: Callable[[Tensor, int], tuple[Tensor, Tensor]]  # (x, i) -> (x0_hat, noise_hat)
     noise: Callable[[int], Tensor]
@@ -90,7 +90,7 @@ def _run_scheduler(
     It is fed x0_hat, and works on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas
     it computes alpha-bar in float32, where a sigma of 1e-4 becomes 0, so the float64 table is put back.
     """
-    import diffusers  # takes seconds to import, and the other samplers do not need it
+    import diffusers  # slow to import, and not needed by the other samplers
 
     steps, scale = len(path.times), torch.hypot(path.alpha, path.sigma)
     alpha_bar = (path.alpha / scale).square().flip(0)  # from the clean image on
@@ -115,7 +115,7 @@ class Sampler:
 
     run: Callable[[Tensor, Trajectory], Tensor]
     steps: int
-    spacing: str = "time"  # preferred, where the process has it
+    spacing: str = "time"  # if the process supports it
     stochastic: bool = False
 
 
@@ -132,7 +132,7 @@ SAMPLERS = {
 
 
 def resolve_sampling(settings: SamplingSettings, process: Process) -> SamplingSettings:
-    """The settings with the sampler and its number of steps filled in, or a ValueError that names the key.
+    """Fill in the sampler and its number of steps; raise a ValueError that names the key if they are invalid.
 
     The default is Heun for EDM, as in its paper, and DPM-Solver++ of order 2 for the others.
 
@@ -164,7 +164,7 @@ def sample(
     spacing: str = "",  # of the times; default: "snr" for DPM-Solver++ and Heun, else the process's own
     **condition: Any,
 ) -> Tensor:
-    """(B, ...) images in float32. With (seed, index, shape), image i is a function of (seed, i) alone.
+    """Sample images (B, ...) in float32. With (seed, index, shape), image i is a function of (seed, i) only.
 
     >>> from scalelong.diffusion import VPSDE
     >>> settings = SamplingSettings("ddim", steps=10)
@@ -211,7 +211,7 @@ def sample(
 def guided(net: Network, null: Mapping[str, Tensor], scale: float) -> Network:
     """Classifier-free guidance (Ho and Salimans 2022): null + scale * (conditional - null) in one doubled batch.
 
-    At scale 1 it is `net` itself. `null` is the null condition of one sample, tensors of (1, ...).
+    Returns `net` itself for scale 1. `null` is the null condition of one sample, tensors of (1, ...).
 
     >>> net = guided(lambda x, time, label: x * label, {"label": torch.zeros(1)}, scale=2.0)
     >>> net(torch.ones(1), torch.ones(1), label=torch.ones(1))

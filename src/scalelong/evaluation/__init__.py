@@ -1,4 +1,4 @@
-"""How good the images are (distances of features), and what the network knows of classes (linear probes)."""
+"""Image quality (feature distances) and representation quality (linear probes)."""
 
 from scalelong.evaluation.evaluate import evaluate_images, evaluate_run, self_check
 from scalelong.evaluation.extractors import InceptionFeatures, RandomConvFeatures, get_extractor

@@ -51,7 +51,7 @@ class BlockFeatures:
     def __call__(
         self, images: Tensor, index: Tensor, t: float, blocks: Sequence[str] | None = None
     ) -> dict[str, Tensor]:
-        """(n, D) for each block, of the images (n, C, H, W), whose noise is a function of the seed and `index`."""
+        """(n, D) features per block of images (n, C, H, W); the noise is a function of the seed and `index`."""
         blocks = self.blocks if blocks is None else blocks
         path = self._path(images, index, t, blocks) if self.cache is not None else None
         if path is not None and path.is_file():
@@ -103,7 +103,7 @@ class BlockFeatures:
 
 @contextmanager
 def _outputs(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """The outputs of these blocks in forwards inside."""
+    """Context that captures the outputs of these blocks."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -120,14 +120,14 @@ def _outputs(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Tens
 
 
 def _stored(features: Tensor) -> Tensor:
-    """In half precision where the values fit; what is computed and what is read from the cache is the same."""
+    """Round to half precision if the values fit, so computed and cached features are identical."""
     if not bool(features.isfinite().all()):
         raise ValueError("features: are not finite; the network has diverged")
     return features.half() if float(features.abs().max()) < 6e4 else features
 
 
 def times_at(process: Process, levels: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The noise levels sigma / alpha nearest to these that the process has, and their times."""
+    """The nearest noise levels sigma / alpha of the process, and their times."""
     times = process.sampling_times(min(1000, getattr(process, "num_steps", 1000))).flip(0)
     alpha, sigma = process.marginal(times)
     known = (sigma / alpha).double()

@@ -1,4 +1,4 @@
-"""Distances to a reference: of given images, of a trained run, of a run in training; and the FID self-check."""
+"""Feature distances of images, trained runs and runs in training; and the FID self-check."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Result:
-    """A distance: the metric, its value, the number of images, the extractor and the reference."""
+    """Result of an evaluation."""
 
     metric: str  # "FID", or "FD(<extractor>)"
     value: float
@@ -60,9 +60,9 @@ def evaluate_images(
     kid_subsets: int = 100,
     seed: int = 0,  # of KID's subsets
     total: int | None = None,  # number of images of all ranks; lets KID's subsets be checked before any is made
-    stopped: Callable[[], bool] = lambda: False,  # asked at the end: True if batches are missing
+    stopped: Callable[[], bool] = lambda: False,  # called at the end: True if aborted
 ) -> Result:
-    """Distance of uint8 images to the reference; under torch.distributed every rank passes its part and gets the result.
+    """Distance of uint8 images to the reference; under torch.distributed each rank passes its share.
 
     >>> from scalelong.evaluation import RandomConvFeatures
     >>> extractor, images = RandomConvFeatures(channels=1), torch.arange(160).to(torch.uint8).view(10, 1, 4, 4)
@@ -71,7 +71,7 @@ def evaluate_images(
     0.0
     """
     own = FeatureStatistics(reference.dim, extractor=extractor.name, extractor_hash=extractor.hash)
-    own.require_same_features(reference)  # now, not after hours of features
+    own.require_same_features(reference)  # fail early
     if kid_reference is not None:
         kid_reference = checked_features(kid_reference, "evaluation.kid_reference", reference.dim)
         known = len(kid_reference) if total is None else min(total, len(kid_reference))
@@ -81,7 +81,7 @@ def evaluate_images(
         own.update(features)
         if kid_reference is not None:
             kept.append(features)
-    if torch.cat(all_parts(torch.tensor([stopped()]).float())).any():  # on one rank: all of them raise
+    if torch.cat(all_parts(torch.tensor([stopped()]).float())).any():  # if any rank stopped, all raise
         raise StoppedError("evaluation: given up, the run was asked to stop")
     whole = own.gather()
     if kid_reference is not None:
@@ -127,13 +127,13 @@ def evaluate_run(
     sampling: SamplingSettings,
     seed: int = 0,
     *,
-    condition: Condition | None = None,  # default: that of the run's own data
+    condition: Condition | None = None,  # default: from the run's data
     kid_reference: Tensor | None = None,
     rank: int = 0,
     world_size: int = 1,
     stop: Callable[[], bool] = lambda: False,  # asked before each batch; a StoppedError on every rank if it is True
 ) -> Evaluation:
-    """Sample `sampling.count` images with this seed, each rank its part, and measure their distance to the reference.
+    """Sample `sampling.count` images, distributed over ranks, and measure their distance to the reference.
 
     >>> evaluate_run(load_run("runs/cs"), extractor, reference, SamplingSettings(count=10_000))  # doctest: +SKIP
     """
@@ -163,12 +163,12 @@ def evaluate_run(
 
 
 def check_count(sampling: SamplingSettings) -> None:
-    """Raise a ValueError if these are too few images for a distance."""
+    """Raise a ValueError for too few images."""
     require(sampling.count >= 2, "sampling.count", "at least 2 for a distance", sampling.count)
 
 
 def load_training_data(run: TrainedRun) -> Source:
-    """The data that the run was trained on; refused if its fingerprint has changed."""
+    """Load the run's training data; raise if its fingerprint has changed."""
     source = build_source(run.config)
     if run.data and run.data != source.fingerprint:
         raise DataError(f"data.name: {run.folder} was trained on other data than {source.name} is now; put it back")
@@ -176,7 +176,7 @@ def load_training_data(run: TrainedRun) -> Source:
 
 
 def load_condition(run: TrainedRun, source: Source) -> Condition:
-    """The run's condition on its data; refused if classes or text encoder have changed."""
+    """The run's conditioning; raise if classes or text encoder have changed."""
     condition = make_condition(run.config, source, next(run.model.parameters()).device)
     if condition.conditioning != run.conditioning:
         raise ValueError(f"condition: {source.name} or the text encoder is not what {run.folder} was trained with")
@@ -184,7 +184,7 @@ def load_condition(run: TrainedRun, source: Source) -> Condition:
 
 
 def reference_features(source: Source, extractor: Extractor, root: str | Path | None = None) -> Tensor:
-    """(n, D) features of a data set (of latents: of their images), for KID."""
+    """(n, D) features of a dataset (for latents: of the encoded images), for KID."""
     source = original_images(source, root)
     own = own_part(len(source))
     batches = image_batches(source, own.start, own.stop)
@@ -193,7 +193,7 @@ def reference_features(source: Source, extractor: Extractor, root: str | Path | 
 
 
 class EvaluationObserver:
-    """Evaluates the averaged weights every so many steps of a training run; recorded as kind "evaluation"."""
+    """Trainer observer that evaluates the EMA weights every `every` steps; recorded as kind "evaluation"."""
 
     kind = "evaluation"
 
@@ -231,7 +231,7 @@ class SelfCheck:
 
 
 def self_check(device: str = "cuda", weights: str | Path | None = None, root: str | Path | None = None) -> SelfCheck:
-    """Measure two known values of FID, with CIFAR-10 and the weights from the cache folder `root`.
+    """Reproduce two known FID values on CIFAR-10; data and weights from the cache folder `root`.
 
     >>> self_check("cuda").ok  # doctest: +SKIP
     True

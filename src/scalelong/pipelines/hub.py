@@ -12,11 +12,11 @@ FAILURES: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)  # 
 
 
 class HubError(RuntimeError):
-    """An upload that the hub refused or that did not reach it."""
+    """A failed upload to the hub."""
 
 
 def check_repository(repository: str) -> None:
-    """Raise a ValueError unless this can be the name of a repository; asks nobody."""
+    """Raise a ValueError unless this is a valid repository name; works offline."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -26,7 +26,7 @@ def check_repository(repository: str) -> None:
 def push_to_hub(folder: str | Path, repository: str, *, private: bool = False, endpoint: str | None = None) -> str:
     """Upload all files of an exported folder as one commit, and return the repository's address.
 
-    The token is that of `hf auth login` or of $HF_TOKEN. The folder stays as it is, whatever the hub answers.
+    Uses the token of `hf auth login` or $HF_TOKEN. The local folder is not modified.
 
     >>> push_to_hub("exported/digits-cs", "me/digits-cs", private=True)  # doctest: +SKIP
     """

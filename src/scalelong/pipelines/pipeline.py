@@ -1,6 +1,6 @@
-"""A pipeline for unconditional, class- and text-conditional diffusion of pixels or latents.
+"""Pipeline for unconditional, class- and text-conditional diffusion of pixels or latents.
 
-Exported folders hold this file with those of the processes and samplers in front of it.
+Exported folders contain this file, prefixed by the processes and samplers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Tensors = dict[str, Any]
 
 
 class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Any denoiser called like the UNets of diffusers; components that a model does not need are None.
+    """Pipeline for any denoiser with the signature of diffusers' UNets; unused components are None.
 
-    It samples as the run does, from which it was exported, or with `scheduler`, if one is set.
+    Samples like the exported run, or with `scheduler` if set.
     """
 
     _optional_components = ["scheduler", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012
@@ -78,8 +78,8 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
     ) -> Any:
         """Sample images.
 
-        seed: sample the first images that `scalelong sample --seed` does, whatever the batch size.
-        latents: N(0, 1) noise to start from.
+        seed: reproduce the first images of `scalelong sample --seed`, independent of the batch size.
+        latents: initial N(0, 1) noise.
         output_type: pil, np, pt (in [0, 1]) or latent.
         """
         batch_size = batch_size if latents is None else len(latents)
@@ -126,7 +126,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
     def _solve(
         self, x: Tensor, steps: int, condition: Tensors, null: Tensors, scale: float, interval: Any, generator: Any
     ) -> Tensor:
-        """Sample with the scheduler that was set."""
+        """Sample with `self.scheduler`."""
         self.scheduler.set_timesteps(steps, device=x.device)
         if hasattr(self.scheduler, "set_begin_index"):
             self.scheduler.set_begin_index(0)  # else schedulers look up the first timestep, which need not be unique
@@ -177,7 +177,7 @@ class ScaleLongPipeline(DiffusionPipeline):  # type: ignore[misc]
         return {"class_labels": labels}, {"class_labels": null} if self.config.null_class else None, len(labels)
 
     def _encode(self, texts: list[str]) -> Any:
-        """Features of the tokens; zeros after the end of a text, except for CLIP, which has features there too."""
+        """Token features; zero for padding, except for CLIP."""
         options = {"padding": "max_length", "truncation": True, "max_length": self.config.text_tokens}
         tokens = self.tokenizer(texts, **options, return_tensors="pt").to(self._execution_device)
         ids, mask = tokens["input_ids"], tokens["attention_mask"]

@@ -1,4 +1,4 @@
-"""U-ViT as a diffusers model. An exported folder holds this file with backbones/uvit.py in front of it."""
+"""U-ViT as a diffusers model. Exported folders contain this file, prefixed by backbones/uvit.py."""
 
 # ruff: noqa: ARG002  # the arguments are read from self.config
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scalelong.backbones.uvit import UViT, UViTConfig
 
 
 class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Called like the UNets of diffusers; `timestep` is t * 999 in continuous time."""
+    """U-ViT with the signature of diffusers' UNets; `timestep` is t * 999 in continuous time."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -43,7 +43,7 @@ class UViTModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         if long_skip_scaling is None and condition_on_features is None:
             self.uvit: Any = UViT(UViTConfig(**sizes))
             return
-        backbones = importlib.import_module("scalelong.backbones")  # whose UViT `apply` knows
+        backbones = importlib.import_module("scalelong.backbones")  # known to `apply`
         self.uvit = backbones.UViT(backbones.UViTConfig(**sizes))
         if long_skip_scaling is not None:
             apply = importlib.import_module("scalelong").apply

@@ -1,4 +1,4 @@
-"""Runs compared and shown: tables, sentences, charts and one HTML page. Reads run folders; no torch."""
+"""Compare runs: tables, text, charts and an HTML report. No torch."""
 
 from scalelong.report.compare import Comparison, compare_runs
 from scalelong.report.html import write_report

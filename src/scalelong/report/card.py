@@ -1,4 +1,4 @@
-"""Model cards: what a model was trained on, how, and how good it is, from the records of its run."""
+"""Model cards, generated from the records of a run."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def pipeline_card(run: Run, step: int, weights: str, sampling: SamplingSettings,
     how = f"{sampling.sampler} with {sampling.steps} steps"
     note = "the images of `scalelong sample` up to rounding; the code in this folder samples them"
     if plain:
-        note = "by diffusers' scheduler, which rounds times, so that images differ a little from those of `scalelong sample`"
+        note = "by diffusers' scheduler, which rounds times, so images differ slightly from `scalelong sample`"
     return "---\nlibrary_name: diffusers\n---\n\n" + _card(run, step, weights, loading, f"{how}: {note}")
 
 
 def plain(value: Any) -> Any:
-    """A value as text on one line that Markdown and HTML show as it is; what is Markup already stays.
+    """Escape a value as one line of text for Markdown and HTML; Markup is kept.
 
     >>> plain("<b>*cs*</b>")
     '&lt;b&gt;\\\\*cs\\\\*&lt;/b&gt;'

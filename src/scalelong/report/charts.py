@@ -1,4 +1,4 @@
-"""The curves of the report as plain numbers; templates/chart.js draws them."""
+"""Chart data of the report, drawn by templates/chart.js."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
 
 
 def _speedup_charts(comparison: Comparison) -> list[Chart]:
-    """Baseline's steps over the method's against quality, with the band over seeds and the crossover as a mark."""
+    """Steps of the baseline divided by those of the method against quality, with a band over seeds and a crossover mark."""
     charts = []
     for n, (what, own) in enumerate(comparison.all_speed_ups().items()):
         series = []
@@ -161,7 +161,7 @@ def _coefficient_chart(comparison: Comparison) -> Chart:
 
 
 def _curves(runs: Comparison, read: Read, limit: int, timed: bool = False, raw: Read | None = None) -> list[Series]:
-    """A curve for each method: the run's own, with the raw values behind; or the mean over seeds within ± sd."""
+    """One curve per method: a single run with its raw values, or the mean over seeds ± sd."""
     return [_curve(i, group, read, limit, timed, raw) for i, group in enumerate(runs.groups)]
 
 
@@ -204,7 +204,7 @@ def _by_block(index: int, group: Group, blocks: Sequence[str], what: str, upto: 
 
 
 def thinned(values: Sequence[float], limit: int) -> list[int]:
-    """Indices that keep a curve's shape: the lowest and highest of limit / 2 intervals, and both ends."""
+    """Indices that preserve a curve's shape: minimum and maximum of limit / 2 intervals, and both ends."""
     if len(values) <= limit:
         return list(range(len(values)))
     kept = {0, len(values) - 1}

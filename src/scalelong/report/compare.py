@@ -1,4 +1,4 @@
-"""Runs side by side: what each method reaches, and how many steps and seconds it needs to a given loss or quality."""
+"""Compare runs: measures per method, and steps and seconds to reach a given loss or quality."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs and their measures up to the last step that all of them have.
+    """Groups of runs and their measures up to the last common step.
 
     >>> Comparison((), horizon=100, window=5, same_data=True, same_loss=True, same_probes=True, metrics=()).races()
     []
@@ -112,12 +112,12 @@ class Comparison:
 
     @property
     def baseline(self) -> Group:
-        """What the others are compared with: the unscaled network, or the first."""
+        """The reference group: the unscaled network, or else the first."""
         return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
     def same_validation(self) -> bool:
-        """True if every validation loss is of the same images, times and noises."""
+        """True if all validation losses use the same images, times and noise."""
         return self.same_loss and len(frozenset().union(*(run.validated_on for run in self.runs))) < 2
 
     @property
@@ -244,7 +244,7 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
-    """Group runs by configuration and find out what can be compared.
+    """Group runs by configuration and determine which measures are comparable.
 
     >>> from pathlib import Path
     >>> from scalelong.runs.reader import read_run

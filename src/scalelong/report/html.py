@@ -82,7 +82,7 @@ def write_report(
 
 
 def _data(charts: dict[str, Chart], colours: dict[str, int]) -> str:
-    """What chart.js draws, as JSON that is safe inside a script tag."""
+    """Chart data as JSON that is safe inside a script tag."""
     groups = [{"label": label, "colour": colour} for label, colour in colours.items()]
     plain = [{k: v for k, v in asdict(chart).items() if v not in (None, "", [])} for chart in charts.values()]
     data = json.dumps({"groups": groups, "charts": plain}, separators=(",", ":"), allow_nan=False)
@@ -90,7 +90,7 @@ def _data(charts: dict[str, Chart], colours: dict[str, int]) -> str:
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What was run, at a glance."""
+    """Key facts about the runs."""
     runs, model = comparison.runs, comparison.baseline.config.model
     seeds = sorted({run.seed for run in runs})
     backbone = f"U-ViT, {model.depth} blocks of width {model.dim}"

@@ -1,4 +1,4 @@
-"""Static pictures: the U of a model, as text or drawn, and runs side by side."""
+"""Static plots: the U of a model (as text or image), and runs side by side."""
 
 from __future__ import annotations
 

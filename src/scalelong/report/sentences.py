@@ -1,4 +1,4 @@
-"""What the numbers of a comparison say, in sentences."""
+"""Text summaries of a comparison."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, join
 from scalelong.report.speedup import describe
 from scalelong.runs.records import Metric
 
-SAME = 0.01  # relative changes below this are called none
+SAME = 0.01  # relative changes below this count as equal
 
 
 def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Group, str]]:
-    """What each method but the baseline changes, in one or two sentences."""
+    """What each method changes relative to the baseline, in one or two sentences."""
     race = race or comparison.loss_race()
     found = []
     for group in comparison.groups:
@@ -24,7 +24,7 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
             continue
         parts = [oscillation(comparison, group), final_loss(comparison, group)]
         parts += [quality(comparison, group, metric) for metric in comparison.metrics[:1]]
-        text = "; ".join(part for part in parts if part) or "nothing that it recorded can be compared"
+        text = "; ".join(part for part in parts if part) or "none of its records can be compared"
         text = text if text.startswith(group.label) else f"{group.label}: {text}"
         if race and (reached := speed_up(race, group, comparison.baseline)):
             text += f". I{reached[1:]}"  # it reaches ...
@@ -33,14 +33,14 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
 
 
 def headline(comparison: Comparison) -> str:
-    """The steadiest method and the one of lowest loss, with ties, in one sentence."""
+    """The method with the lowest oscillation and the one with the lowest loss, with ties, in one sentence."""
     steadiest = _best(comparison, "feature_oscillation", "oscillation of the middle block")
     lowest = _best(comparison, "final_loss", "final loss")
     parts = [steadiest] * comparison.same_probes + [lowest] * comparison.same_loss
     if text := "; ".join(part for part in parts if part):
         return f"N{text[1:]}." if text.startswith("no method ") else f"{text}."  # names of methods keep their case
     if len(comparison.groups) > 1 and not comparison.same_loss:
-        return "These runs are shown side by side but not ranked: what they recorded does not compare."
+        return "These runs are shown side by side but not ranked: their records are not comparable."
     only = comparison.groups[0]
     loss = with_sd(comparison.measure(only, "final_loss"))
     return f"{only.label} ends at a loss of {loss} after {count(comparison.horizon)} steps."
@@ -55,30 +55,32 @@ def _best(comparison: Comparison, measure: str, name: str) -> str:
     tied = [group.label for group in ranking[1:] if comparison.difference(group, best, measure).within_noise]
     value = with_sd(comparison.measure(best, measure), digits)
     if len(tied) == len(ranking) - 1:
-        return f"no method is clearly apart in {name}; the lowest mean is {value} ({best.label})"
+        return f"no method clearly differs in {name}; the lowest mean is {value} ({best.label})"
     second = f"{ranking[1].label} ({with_sd(comparison.measure(ranking[1], measure), digits)})"
-    rest = f"not clearly apart from {joined(tied)}" if tied else f"before {second}"
+    rest = f"not clearly different from {joined(tied)}" if tied else f"ahead of {second}"
     return f"{best.label} has the lowest {name} ({value}), {rest}"
 
 
 def seeds(comparison: Comparison) -> str:
-    """How far the numbers can be trusted, from the number of seeds."""
+    """How reliable the numbers are, from the number of seeds."""
     counts = {len(set(group.seeds)) for group in comparison.groups}
     if counts == {1}:
         rule = "Standard errors here come from the noise within a run only."
-        return f"Each method ran with a single seed, and a single seed proves nothing: another may reverse the order. {rule}"
+        return (
+            f"Each method ran with a single seed, which is not conclusive: another seed may reverse the order. {rule}"
+        )
     if 1 in counts:
         single = [group.label for group in comparison.groups if len(set(group.seeds)) == 1]
-        return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which proves nothing."
+        return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which is not conclusive."
     few, many = min(counts), max(counts)
-    rule = "two are called different only where zero lies outside the 95% interval of the difference"
+    rule = "methods count as different only if the 95% interval of the difference excludes 0"
     return f"Mean ± sd over {few if few == many else f'{few} to {many}'} seeds per method; {rule}."
 
 
 def oscillations(comparison: Comparison) -> list[str]:
     """Features and gradients of the middle block of each method but the baseline."""
     if not comparison.same_probes:
-        return ["The oscillations of these runs do not compare, so they are plotted but not ranked."]
+        return ["The oscillations of these runs are not comparable, so they are plotted but not ranked."]
     others = [group for group in comparison.groups if group is not comparison.baseline]
     kinds = ("feature_oscillation", "gradient_oscillation")
     texts = ["; ".join(filter(None, (oscillation(comparison, group, kind) for kind in kinds))) for group in others]
@@ -91,13 +93,15 @@ def oscillation(comparison: Comparison, group: Group, measure: str = "feature_os
     if not comparison.same_probes or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
     gradient = measure.startswith("gradient")
-    who, what = ("it", "that of its gradient") if gradient else (group.label, "the oscillation of the middle block")
+    who, what = (
+        ("it", "the oscillation of its gradient") if gradient else (group.label, "the oscillation of the middle block")
+    )
     values = f"{with_sd(old, 3)} to {with_sd(new, 3)} ({percent(new.mean, old.mean)})"
     difference = comparison.difference(group, comparison.baseline, measure)
     if difference.within_noise:
-        return f"{who} shows no clear change of {what}: {values}, difference not clear of 0 ({difference.interval()})"
+        return f"{who} shows no clear change in {what}: {values}, difference not significant ({difference.interval()})"
     if abs(new.mean / old.mean - 1) < SAME:
-        return f"{who} leaves {what} as it is: {values}"
+        return f"{who} does not change {what}: {values}"
     return f"{who} {'lowers' if new.mean < old.mean else 'raises'} {what} from {values}"
 
 
@@ -124,11 +128,11 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
         return ""
     step = comparison.quality_step(metric)
     if step is None:
-        return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, which do not compare"
+        return f"{name} {at_steps(last[0])}, {comparison.baseline.label} {at_steps(last[1])}, not comparable"
     new, old = (comparison.measure(g, metric) for g in both)
     difference = comparison.difference(group, comparison.baseline, metric)
     change = percent(new.mean, old.mean)
-    change += f", difference not clear of 0: {difference.interval()}" if difference.within_noise else ""
+    change += f", difference not significant: {difference.interval()}" if difference.within_noise else ""
     return f"{name} {with_sd(new)} against {with_sd(old)} ({change}) at step {count(step)}"
 
 
@@ -149,7 +153,7 @@ def noise_bins(comparison: Comparison) -> list[str]:
 def qualities(comparison: Comparison) -> list[str]:
     """One sentence for each metric, or why there is none."""
     if not comparison.metrics:
-        return ["No evaluation was recorded: scalelong evaluate RUN measures one and adds it to the run."]
+        return ["No evaluation was recorded; run scalelong evaluate RUN to add one."]
     if not comparison.same_data:
         return ["The runs were trained on different data, so their quality cannot be compared and is not plotted."]
     found = []
@@ -167,7 +171,7 @@ def qualities(comparison: Comparison) -> list[str]:
 
 
 def smoothing(comparison: Comparison) -> str:
-    """What the lines of the loss charts are."""
+    """Caption of the loss charts."""
     texts = {False: "faint lines are the recorded values", True: "lines are means over seeds, shaded by ± sd"}
     parts = [texts[several] for several in sorted({len(group.runs) > 1 for group in comparison.groups})]
     return f"Mean over {count(comparison.window)} steps around each one; {joined(parts)}."
@@ -189,7 +193,7 @@ def target(race: Race) -> str:
 
 
 def speed_ups(comparison: Comparison) -> list[str]:
-    """Where each method draws ahead of the baseline, and how much sooner it is there; or that it is not."""
+    """Crossover and speed-up of each method relative to the baseline."""
     return [
         describe(group.label, comparison.baseline.label, what, found)
         for what, own in comparison.all_speed_ups().items()
@@ -198,7 +202,7 @@ def speed_ups(comparison: Comparison) -> list[str]:
 
 
 def sample_grids(films: Sequence[Any]) -> str:
-    """What the sample grids of these films (html.py) show."""
+    """Caption of the sample grids."""
     same = len(films) > 1 and len({film.run.seed for film in films}) == 1
     noise = "the same noise for every method" if same else "the noise of each run's own seed"
     several = any(len(film.group.runs) > 1 for film in films)
@@ -231,7 +235,7 @@ def _arrival(arrivals: Arrivals) -> str:
 
 
 def throughput(comparison: Comparison) -> str:
-    """The speed of each method and that of the baseline."""
+    """Throughput of each method."""
     base = comparison.measure(comparison.baseline, "images_per_second")
     if not math.isfinite(base.mean):
         return "No throughput was recorded."

@@ -1,4 +1,4 @@
-"""The speed-up of a method over a baseline as a curve: steps and seconds to each quality, and where the method draws ahead.
+"""Speed-up curves of a method over a baseline: steps and seconds to each quality, and the crossover.
 
 Plain numbers without torch, for reports and studies alike. Values are losses or distances: lower is better.
 """
@@ -151,7 +151,7 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:
         spread = f" (seeds: {joined([count(step) if step < lead.last else 'at the end' for step in lead.per_seed])})"
-    unclear = ", not clear of 0 by a paired t-test" if lead.within_noise else ""
+    unclear = ", not significant in a paired t-test" if lead.within_noise else ""
     gap = f"{percent(1 + lead.gap.mean, 1)} at {end}{unclear}"
     if lead.behind_until == 0:
         text = f"never behind {baseline} ({gap}){spread}"

@@ -1,4 +1,4 @@
-"""Comparisons as tables and their caveats: for the terminal, for CSV and for the page."""
+"""Comparison tables and caveats for the terminal, CSV and the report."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def aligned(rows: Rows) -> str:
 
 
 def race_names(races: Sequence[Race]) -> list[str]:
-    """What each race is for, with its protocol where several are for the same."""
+    """Target of each race, with its protocol if ambiguous."""
     called = Counter(race.what for race in races)
     return [race.what if called[race.what] == 1 else f"{race.what} ({race.protocol})" for race in races]
 
 
 def _cell(comparison: Comparison, group: Group, measure: str | Metric) -> str:
-    """A metric at the step that all share; if there is none, every last value with its step."""
+    """A metric at the last common step, or else each last value with its step."""
     if isinstance(measure, Metric) and comparison.quality_step(measure) is None:
         return at_steps(comparison.last_qualities(group, measure))
     value = comparison.measure(group, measure)
@@ -161,7 +161,7 @@ _PAIRS_HEAD = [
 
 
 def write_csv(comparison: Comparison, races: Sequence[Race], path: Path) -> Path:
-    """Write means and sds to `path` in full precision, and every pair of every race beside it; return that path."""
+    """Write means and sds to `path` in full precision, and every pair of every race next to it; return that path."""
     metrics = comparison.metrics if comparison.same_data else ()
     head = ["method", "seeds", *(f"{name}_{part}" for name in MEASURES for part in ("mean", "sd"))]
     head += [f"{name} {part}" for name in _column_names(comparison, metrics) for part in ("mean", "sd", "step")]
@@ -217,14 +217,14 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
         )
     elif not comparison.same_loss:
         kinds = sorted({_objective(run) for run in runs})
-        found.append(f"The runs minimise different losses ({joined(kinds)}): losses cannot be compared between them.")
+        found.append(f"The runs minimize different losses ({joined(kinds)}): losses cannot be compared between them.")
     if len(metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
-        found.append(f"Quality was measured in {len(kinds)} ways that do not compare with each other: {joined(kinds)}.")
+        found.append(f"Quality was measured in {len(kinds)} ways that are not comparable: {joined(kinds)}.")
     found += [f"{run.folder}: {text}" for run in runs for text in _about_run(run)]
     if len({run.last_step for run in runs}) > 1:
         step = count(comparison.horizon)
-        found.append(f"The runs have different lengths: numbers are taken up to step {step}, which all of them have.")
+        found.append(f"The runs have different lengths: numbers are taken up to step {step}, the last common one.")
     found += [text for m in metrics if comparison.same_data for text in _about_metric(comparison, m)]
     without_probe = [str(run.folder) for run in runs if not run.probe]
     if 0 < len(without_probe) < len(runs):
@@ -233,9 +233,9 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
         steps = joined([count(interval) for interval in intervals])
         found.append(f"The blocks were probed at different intervals ({steps} steps): oscillations are not ranked.")
     if len(devices := sorted({str(record.get("device")) for run in runs for record in run.start})) > 1:
-        found.append(f"The runs ran on different devices ({joined(devices)}): seconds do not compare.")
+        found.append(f"The runs ran on different devices ({joined(devices)}): seconds are not comparable.")
     if any(before[1] > after[0] + 1 for before, after in pairwise(sorted(s for run in runs for s in _spans(run)))):
-        found.append("Some of the runs trained at the same time: if they shared a machine, seconds do not compare.")
+        found.append("Some of the runs trained at the same time: if they shared a machine, seconds are not comparable.")
     for group in comparison.groups:
         if repeated := [str(seed) for seed, n in Counter(group.seeds).items() if n > 1]:
             found.append(
@@ -262,7 +262,7 @@ def _about_run(run: Run) -> list[str]:
     if len(steps) > 2 and seconds[-1] > 0:  # start-up: what the first record took beyond the usual time of its steps
         usual = (seconds[-1] - seconds[0]) / max(steps[-1] - steps[0], 1)
         if (share := (seconds[0] - steps[0] * usual) / seconds[-1]) > 0.1:
-            found.append(f"{share:.0%} of its time was start-up, so its seconds mean little.")
+            found.append(f"{share:.0%} of its time was start-up, so its timing is unreliable.")
     if skipped := max(run.column("train", "skipped")[1], default=0):
         found.append(f"{skipped:.0f} steps were skipped because the loss or gradient was not finite.")
     return found
@@ -274,9 +274,9 @@ def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
     if without := [label for label, values in last.items() if not values]:
         found.append(f"{name} was not measured for {joined(without)}.")
     if step is None:
-        found.append(f"{name} was measured at no step that all runs share: its values are shown with their steps.")
+        found.append(f"{name} was not measured at a step common to all runs: its values are shown with their steps.")
     elif any(at > step for values in last.values() for at, _ in values):
-        found.append(f"{name} is compared at step {count(step)}, the last that its runs share.")
+        found.append(f"{name} is compared at step {count(step)}, the last step common to all runs.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Who may write to a run folder: checked before anything is loaded, and claimed by one process. No torch."""
+"""Check and lock a run folder before training. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_FREE = 10e6  # bytes; the size of the checkpoints is checked once the mod
 
 
 def check_folder(folder: Path, config: RunConfig) -> None:
-    """Raise if a run of this configuration cannot be written to `folder`; changes nothing."""
+    """Raise if a run with this configuration cannot be written to `folder`; has no side effects."""
     if folder.is_symlink():
         raise ValueError(f"out: {folder} is a symbolic link; give the folder that it points to, {folder.resolve()}")
     if folder.exists() and not folder.is_dir():
@@ -50,7 +50,7 @@ def check_space(folder: Path, needed: float, what: str) -> None:
 
 
 def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
-    """Lock `folder` for this run until the returned file is closed, and remove what a killed process left there."""
+    """Lock `folder` until the returned file is closed, and remove leftovers of killed processes."""
     check_folder(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def _lock(folder: Path) -> IO[str]:
         raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
     mine = weakref.ref(lock)
 
-    def close() -> None:  # a worker that outlives this process must not hold the lock
+    def close() -> None:  # a worker that outlives this process must not keep the lock
         if (inherited := mine()) is not None:
             inherited.close()
 

@@ -1,4 +1,4 @@
-"""config.yaml: the settings of a run as YAML of plain values, read safely. No torch."""
+"""Read and write config.yaml safely. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
-    """Read the settings of a YAML file; those it does not name are `base`'s. Errors name the key.
+    """Read settings from a YAML file over the defaults in `base`. Errors name the key.
 
     >>> _ = Path("mine.yaml").write_text("training: {steps: 10}")
     >>> from_yaml("mine.yaml").training.steps
@@ -43,7 +43,7 @@ def from_yaml(path: str | Path, base: RunConfig | None = None) -> RunConfig:
 
 
 def with_settings(base: RunConfig, content: Any, where: str) -> RunConfig:
-    """`base` with the settings of a mapping of sections, {"training": {"steps": 10}}; errors begin with `where`.
+    """Override `base` with nested settings, {"training": {"steps": 10}}; errors start with `where`.
 
     >>> with_settings(RunConfig(), {"training": {"steps": 10}}, "mine").training.steps
     10
@@ -79,7 +79,7 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
-    """`base` with the values of these dotted keys, converted by tyro; None if one cannot be."""
+    """Override dotted keys of `base`, converted by tyro; None if a value cannot be converted."""
     arguments, known = [], dotted(base)
     for key, value in values.items():
         if isinstance(known[key], str) and not isinstance(value, str):
@@ -104,7 +104,7 @@ def _is_plain_number(value: Any) -> bool:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Plain values only: an alias could stand for more than memory holds."""
+    """YAML loader for plain values; rejects aliases (billion laughs)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -119,7 +119,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a small YAML file of plain values; a SettingError that names the file if it is none."""
+    """Read a small YAML file of plain values; raise a SettingError that names the file if it is invalid."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_YAML + 1)
@@ -141,5 +141,5 @@ def read_yaml(path: Path) -> Any:
 
 
 def short_lines(error: Exception) -> str:
-    """The message of an error on one line, cut."""
+    """The message of an error as one truncated line."""
     return short(" ".join(str(error).split()), 200).strip("'\"")

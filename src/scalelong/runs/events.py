@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl always, TensorBoard where installed, Weights & Biases on request."""
+"""Run records: metrics.jsonl, TensorBoard if installed, Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST_LINE = 2**20  # bytes; longer ones are damage
 
 
 class Events:
-    """Appends records, a step and named values, to metrics.jsonl.
+    """Append records (a step and named values) to metrics.jsonl.
 
     >>> events = Events(Path("."), resume_step=0)
     >>> events.write(10, "train", {"loss": 0.5})
@@ -57,7 +57,7 @@ class Events:
             self._wandb.log(numbers, step=step)
 
     def rewind(self, step: int) -> None:
-        """Remove the records after `step`, because those steps are run again."""
+        """Remove the records after `step`, which will be run again."""
         self._file.close()
         cut_after(self.folder, step)
         self._file = open_inside(self.folder, METRICS, mode="a")
@@ -65,14 +65,14 @@ class Events:
     def close(self) -> None:
         """Close all writers."""
         for writer in filter(None, (self._file, self._board)):
-            with contextlib.suppress(OSError):  # what could not be written has been reported
+            with contextlib.suppress(OSError):  # already reported
                 writer.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
 def append_event(folder: Path, step: int, kind: str, values: Mapping[str, Any]) -> None:
-    """Append a record to a run that is not training; an incomplete last line stays a line of its own."""
+    """Append a record to a run that is not training; an incomplete last line is kept separate."""
     incomplete = False
     if inside(folder, METRICS).is_file():
         with open_inside(folder, METRICS, mode="rb") as whole:
@@ -120,7 +120,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode(errors="replace"))
         if b"\\u" in line:
-            json.dumps(record, ensure_ascii=False).encode()  # half a surrogate pair could not be printed
+            json.dumps(record, ensure_ascii=False).encode()  # rejects lone surrogates
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
@@ -145,14 +145,14 @@ def fingerprint(folder: Path, size: int | None = None) -> dict[str, Any]:
 
 
 def check_fingerprint(folder: Path, stored: Mapping[str, Any]) -> None:
-    """Warn if the records that were there when a checkpoint was written are not as they were."""
+    """Warn if the records before a checkpoint have changed since it was written."""
     if fingerprint(folder, stored["bytes"]) != stored:
         changed = f"the first {stored['bytes']:,} bytes were damaged, cut or changed since the checkpoint was written"
         logger.warning("%s: %s; training continues, but its curves may be wrong", folder / METRICS, changed)
 
 
 def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
-    """Numbers that are not finite become null: JSON has no NaN."""
+    """Serialize a record; non-finite numbers become null."""
     text = json.dumps({"step": step, "kind": kind, **values})
     return json.dumps(json.loads(text, parse_constant=lambda _: None)) + "\n"
 

@@ -1,4 +1,4 @@
-"""What is in a run folder: its settings and checkpoints."""
+"""Settings and checkpoints of a run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def read_config(folder: str | Path) -> RunConfig:
-    """The settings of a run; where config.yaml is lost or damaged, its copy in the newest checkpoint, with a warning."""
+    """The settings of a run; falls back to the copy in the newest checkpoint, with a warning."""
     folder = Path(folder)
     own, copy = inside(folder, CONFIG), _copy_of_config(folder)
     if copy is None:

@@ -1,4 +1,4 @@
-"""Named configurations: the demo's, and the columns of the paper's Table 6."""
+"""Named configurations: the demo and the columns of the paper's Table 6."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PRESETS: Mapping[str, RunConfig] = {
     "digits-demo": replace(
         _DIGITS,
         data=DataSettings("digits", flip=False),
-        diffusion=DiffusionSettings("vp", "x0"),  # digits can be recognised after a few hundred steps
+        diffusion=DiffusionSettings("vp", "x0"),  # recognizable digits after a few hundred steps
         training=TrainingSettings(600, 32, ema_decay=0.99, log_every=5, checkpoint_every=100, sample_every=100),
         sampling=replace(_SAMPLING, steps=25),
     ),
@@ -66,14 +66,14 @@ PRESETS: Mapping[str, RunConfig] = {
         _EMOJI32,
         model=replace(_EMOJI32.model, patch_size=2),
         condition=ConditionSettings("text", encoder="minilm", max_tokens=16),
-        diffusion=DiffusionSettings("vp", "v"),  # gives weight to the noisiest images, where the text decides
+        diffusion=DiffusionSettings("vp", "v"),  # weights the noisiest images, where the text matters most
         sampling=replace(_SAMPLING, guidance=3.0),
     ),
     "emoji32-latent": replace(
         _EMOJI32,
         data=DataSettings("latents:data/emoji32-latents", flip=False),  # by scalelong data encode emoji32, 4 x 16 x 16
         model=replace(_EMOJI32.model, patch_size=2),
-        diffusion=DiffusionSettings("vp", "x0"),  # shapes and colours can be seen after a few hundred steps
+        diffusion=DiffusionSettings("vp", "x0"),  # visible shapes after a few hundred steps
         sampling=replace(_SAMPLING, clip=False),
     ),
     "fashion-mnist-unet": RunConfig(

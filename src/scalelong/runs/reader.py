@@ -1,4 +1,4 @@
-"""Reading a run: its settings and records as numbers."""
+"""Read a run's settings and records."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ MIDDLE = re.compile(r"(^|[._])(mid|middle|bottleneck|bottom|center|centre)", re.
 
 
 def middle_of(blocks: Sequence[str]) -> str:
-    """The block at the bottom of a U, by its name or its place; empty for no blocks."""
+    """The middle block, by name or position; empty for no blocks."""
     return next((block for block in blocks if MIDDLE.search(block)), blocks[len(blocks) // 2] if blocks else "")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's settings and its records by kind. What was not recorded is nan, or an empty series.
+    """A run's settings and its records by kind; missing values are nan or empty.
 
     >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def data(self) -> str:
-        """Fingerprint of the data, of all of them if they changed; empty where none was recorded."""
+        """Fingerprints of the data; empty if not recorded."""
         return " then ".join(dict.fromkeys(record["data"] for record in self.start if record.get("data")))
 
     @property
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def middle_block(self) -> str:
-        """The middle of the probed blocks, the bottom of the U; empty where nothing was probed."""
+        """The middle of the probed blocks; empty if nothing was probed."""
         return middle_of(self.blocks)
 
     def column(self, kind: str, key: str, upto: int | None = None, after: int = -1) -> Column:
@@ -136,11 +136,11 @@ class Run:
         return relative_spread(norms) if len(norms) > 1 else math.nan
 
     def throughput(self, upto: int | None = None) -> float:
-        """Median of the images per second, so that a pause does not count."""
+        """Median images per second, robust to pauses."""
         return median(self.column("train", "images_per_second", upto)[1] or [math.nan])
 
     def noise_bins(self, upto: int | None = None) -> list[float]:
-        """The last validation loss in each bin of noise, from little to much; empty where none was recorded."""
+        """The last validation loss per noise bin, from low to high noise; empty if not recorded."""
         return self.validation.list_until("bins", math.inf if upto is None else upto)
 
     def seconds_at(self, steps: Sequence[int]) -> list[float]:
@@ -158,7 +158,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run folder, or the file of an `OscillationProbe`; a run without training records is an error.
+    """Read a run folder or the file of an `OscillationProbe`; raises if there are no training records.
 
     >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -203,7 +203,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _read_probe(path: Path) -> Run:
-    """A run of another training loop: the records of a probe, with losses if the loop gave them."""
+    """Read probe records of another training loop, with losses if given."""
     records, damaged = read_records(path)
     probe = [record for record in records if any(key.startswith("norm/") for key in record)]
     if not probe:
@@ -221,7 +221,7 @@ def _read_probe(path: Path) -> Run:
 
 
 def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """The runs in these folders or right inside them, and why others were left out; no run at all is an error.
+    """Read the runs in these folders or directly inside them, and the reasons for skipped ones; raises if there are none.
 
     >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -250,7 +250,7 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
 
 
 def relative_oscillation(norms: Sequence[float]) -> float:
-    """mean |n_(k+1) - n_k| / mean n: how far a norm moves between two records, relative to its size.
+    """mean |n_(k+1) - n_k| / mean n: relative change of a norm between records.
 
     >>> relative_oscillation([1.0, 3.0, 2.0])
     0.75

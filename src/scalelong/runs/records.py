@@ -1,4 +1,4 @@
-"""The records of a run in memory: numbers as columns, evaluations as measurements, damage refused."""
+"""In-memory records of a run, validated: columns of numbers, and evaluations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scalelong.runs.settings import SamplingSettings
 
 Record = dict[str, Any]
 
-LARGEST = 1e100  # larger numbers are taken for damage; squares of smaller ones fit into a float
+LARGEST = 1e100  # larger numbers count as damage; squares of smaller ones fit into a float
 LONGEST_TEXT = 1000  # characters of a recorded text
 LISTS = ("kappa", "bins")  # of the scaling, and of the validation loss by noise
 MOST_KEYS = 4096  # names of numbers in the records of a run
@@ -20,7 +20,7 @@ MOST_KEYS = 4096  # names of numbers in the records of a run
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric and how it was measured; only values of equal metrics are compared."""
+    """A metric and its protocol; only values of equal metrics are comparable."""
 
     name: str
     n: int  # number of images
@@ -41,7 +41,7 @@ class Measurement:
 
 
 class Records:
-    """The records of one kind as columns of numbers: a hundred bytes a record, not a thousand.
+    """Records of one kind stored as columns of numbers.
 
     >>> records = Records()
     >>> records.add({"step": 10, "loss": 0.5, "kappa": [1.0, 0.7]})
@@ -67,9 +67,7 @@ class Records:
         self.steps.append(step)
         for key, value in record.items():
             column = self._columns.get(key)
-            if (
-                type(value) is float or type(value) is int or value is None
-            ):  # a third of the time of a report is spent here
+            if type(value) is float or type(value) is int or value is None:  # hot path of reports
                 if column is None and len(self._columns) < MOST_KEYS:
                     column = self._columns[key] = array("q"), array("d")
                 if column is not None and value is not None and -LARGEST <= value <= LARGEST:
@@ -99,7 +97,7 @@ class Records:
 
 
 def printable(record: Record) -> Record:
-    """The record with its texts on one line of printable characters, cut: they are shown on terminals and pages."""
+    """Sanitize the texts of a record for terminals and web pages."""
 
     def clean(text: str) -> str:
         return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:LONGEST_TEXT])
@@ -108,7 +106,7 @@ def printable(record: Record) -> Record:
 
 
 def measurement(record: Record, run: SamplingSettings) -> Measurement:
-    """An evaluation record, checked; a value of null, which was not finite, is nan."""
+    """Validate an evaluation record; null becomes nan."""
     value, n, name = record["value"], record["n"], record["metric"]
     texts = {key: record[key] for key in ("extractor", "weights", "reference") if record.get(key) is not None}
     check(all(isinstance(text, str) for text in (name, *texts.values())), value is None or is_number(value))
@@ -118,7 +116,7 @@ def measurement(record: Record, run: SamplingSettings) -> Measurement:
 
 
 def checked_probe(record: Record) -> Record:
-    """A record of `scalelong probe`, checked: accuracies of blocks (rows) at noise levels (columns)."""
+    """Validate a `scalelong probe` record: accuracies of blocks (rows) at noise levels (columns)."""
     rows, levels = record["held_out"], record["noise"]
     check(all(isinstance(block, str) for block in record["blocks"]), len(rows) == len(record["blocks"]) > 0)
     check(record["block"] in record["blocks"], record["level"] in levels, isinstance(record["protocol"], str))
@@ -129,9 +127,9 @@ def checked_probe(record: Record) -> Record:
 
 
 def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
-    """How the images were sampled: recorded under "sampling", or by older versions as flat keys.
+    """Sampling settings of an evaluation, recorded under "sampling" (older versions: flat keys).
 
-    What older records lack is the run's own setting; settings that do not change the images keep their defaults.
+    Older records fall back to the run's settings; settings that do not change the images keep their defaults.
     """
     values = record.get("sampling")
     if values is None:

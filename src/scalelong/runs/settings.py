@@ -23,16 +23,16 @@ class DataSettings:
     name: str = "digits"  # digits, emoji32, cifar10, folder:PATH, latents:PATH, ...: see `scalelong data list`
     image_size: int | None = None  # crop and resize to this; default: the data's own size
     split: str = "train"
-    flip: bool = True  # mirror images at random
-    workers: int = 2  # reading processes, for sets that do not fit on the device
-    worker_timeout: float = 300.0  # seconds after which a reading process that hangs is replaced
+    flip: bool = True  # random horizontal flips
+    workers: int = 2  # worker processes, for data that does not fit on the device
+    worker_timeout: float = 300.0  # seconds before a hanging worker is replaced
     resident_mb: int = 2048  # data up to this size is kept on the device as uint8
     root: str | None = None  # cache folder; default: $SCALELONG_DATA or the user's cache
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The denoiser; image size and colour channels come from the data."""
+    """The denoiser; image size and channels come from the data."""
 
     backbone: Literal["uvit", "unet"] = "uvit"
     patch_size: int = 2  # uvit
@@ -42,7 +42,9 @@ class ModelSettings:
     mlp_time_embed: bool = False  # uvit
     channels: tuple[int, ...] = (128, 256, 256, 256)  # unet, one per level
     layers_per_block: int = 2  # unet
-    style: Literal["ddpm", "iddpm"] = "ddpm"  # unet without text: attention at the second level, or at the two deepest
+    style: Literal["ddpm", "iddpm"] = (
+        "ddpm"  # unet without text: attention at the second level (ddpm) or the two deepest (iddpm)
+    )
     checkpointing: bool = False  # recompute activations to save memory
 
 
@@ -55,7 +57,7 @@ class ScalingSettings:
     )
     kappa: float = 0.7  # universal, cs, cs_reversed, cs_annealed
     allow_amplify: bool = False  # allow kappa > 1, as a control
-    anneal_steps: int = 10_000  # cs_annealed: steps over which kappa falls from 1
+    anneal_steps: int = 10_000  # cs_annealed: steps over which kappa decreases from 1
     removed: str = "inner"  # subset: remove the inner or the outer skips
     count: int = 1  # subset: number of skips removed
     shared: bool = True  # ls
@@ -68,10 +70,10 @@ class ScalingSettings:
     affine: bool = True  # layernorm: weights and biases per channel
     eps: float = 1e-6  # layernorm
     tau: float = 0.1  # stable_tau
-    placement: Literal["before", "after_norm"] = "before"  # after_norm: behind a GroupNorm that would cancel kappa
+    placement: Literal["before", "after_norm"] = "before"  # after_norm: after a GroupNorm that would cancel kappa
 
     def options(self) -> dict[str, Any]:
-        """The options that this method takes."""
+        """The options of this method."""
         return {name: getattr(self, name) for name in _TAKES.get(self.method, ("kappa", "allow_amplify"))}
 
     @property
@@ -80,7 +82,7 @@ class ScalingSettings:
         return f"{self.method} {self.kappa:g}" if "kappa" in self.options() else self.method
 
 
-# Options by method; methods not listed are constants with a kappa. A test holds this equal to the registry's.
+# Options by method; other methods are constants with a kappa. Kept in sync with the registry by a test.
 _TAKES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("none", "rsqrt2", "skip_tuning", "freeu", "rezero"), ()),
     "cs_annealed": ("kappa", "allow_amplify", "anneal_steps"),
@@ -94,34 +96,34 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class FeatureSettings:
-    """Conditioning of later blocks on the network's own features, inspired by DDAE++."""
+    """Condition later blocks on the network's own features; inspired by DDAE++."""
 
     conditioning: bool = False
     tap: str = ""  # the module whose output is pooled; default: the middle block
     pool: Literal["mean", "attention"] = "mean"
-    detach: bool = False  # no gradient from the condition into the tap
+    detach: bool = False  # stop the gradient from the condition into the tap
 
 
 @dataclass(frozen=True)
 class DistillationSettings:
-    """Contrastive self-distillation from the averaged weights, an extra loss; inspired by DDAE++."""
+    """Contrastive self-distillation from the EMA weights; inspired by DDAE++."""
 
-    weight: float = 0.0  # of the extra loss; 0: off
+    weight: float = 0.0  # loss weight; 0: off
     form: Literal["infonce", "negative_free"] = "infonce"
     temperature: float = 0.2  # infonce
-    t_range: tuple[float, float] = (0.0, 0.5)  # of the teacher's times, as quantiles of the training times
+    t_range: tuple[float, float] = (0.0, 0.5)  # times of the teacher, as quantiles of the training times
     dim: int = 128  # of the projected features
     tap: str = ""  # the module whose output is pooled; default: the middle block
 
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """What the network is conditioned on."""
+    """Conditioning of the network."""
 
     kind: Literal["none", "class", "text"] = "none"
-    drop: float = 0.1  # share of samples trained without it, for guidance; 0: no null condition
-    encoder: str = ""  # text: minilm, a hub name or a folder of transformers
-    max_tokens: int = 77  # text: captions are cut or padded to this many
+    drop: float = 0.1  # fraction of samples trained with the null condition, for guidance; 0: no null condition
+    encoder: str = ""  # text: minilm, a hub name or a local transformers folder
+    max_tokens: int = 77  # text: captions are truncated or padded to this length
 
 
 @dataclass(frozen=True)
@@ -130,57 +132,57 @@ class DiffusionSettings:
 
     process: str = "vp"  # vp, ddpm, cosine, edm, flow
     prediction: str = ""  # noise, x0, v; default: the process's own
-    min_snr_gamma: float = 0.0  # weight the loss by min-SNR, usually with 5; 0: do not
+    min_snr_gamma: float = 0.0  # gamma of min-SNR loss weighting, usually 5; 0: off
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """AdamW, or Muon for matrices, with a linear warm-up to a constant learning rate."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for the linear layers, AdamW for all else
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for linear weights, AdamW for the rest
     lr: float = 2e-4
     weight_decay: float = 0.03
     betas: tuple[float, float] = (0.99, 0.999)
     warmup_steps: int = 2500
-    clip_norm: float = 0.0  # clip the gradient to this norm; 0: never
+    clip_norm: float = 0.0  # clip the gradient to this norm; 0: off
 
 
 @dataclass(frozen=True)
 class MupSettings:
-    """muP: learning rate and initial sizes found at the base width hold at model.dim (uvit) or model.channels (unet)."""
+    """muP: transfer the learning rate from a base width to model.dim (uvit) or model.channels (unet)."""
 
     base_width: int = 0  # model.dim or the first of model.channels at which optimizer.lr was tuned; 0: standard
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Length, batch size, precision, and when records, checkpoints and samples are written."""
+    """Length, batch size, precision and logging intervals."""
 
     steps: int = 500_000
-    batch_size: int = 128  # over all ranks and accumulated micro-batches
+    batch_size: int = 128  # total over ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
     compile: Literal["off", "default", "reduce-overhead", "step"] = (
         "off"  # on a GPU; step: also one CUDA graph, one update
     )
-    shard: Literal["none", "full"] = "none"  # full: spread weights, gradients and optimizer over the ranks (FSDP2)
-    ema_decay: float = 0.9999  # warmed up: min(ema_decay, (1 + step) / (10 + step))
+    shard: Literal["none", "full"] = "none"  # full: shard weights, gradients and optimizer state (FSDP2)
+    ema_decay: float = 0.9999  # with warm-up: min(ema_decay, (1 + step) / (10 + step))
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 5000
     keep: int = 2  # number of checkpoints to keep
     sample_every: int = 5000  # 0: never
     on_nonfinite: Literal["raise", "skip", "rewind"] = "raise"
-    max_nonfinite: int = 10  # skip and rewind stop the run after this many
-    on_spike: Literal["warn", "skip", "rewind"] = "warn"  # at a loss of spike_factor times its running mean
+    max_nonfinite: int = 10  # maximum number of skips and rewinds
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"  # when the loss exceeds spike_factor times its running mean
     spike_factor: float = 20.0
-    rank_timeout: float = 300.0  # seconds after which a rank that does not answer ends the run
-    wandb_project: str | None = None  # also log to this project of Weights & Biases
+    rank_timeout: float = 300.0  # seconds before an unresponsive rank ends the run
+    wandb_project: str | None = None  # also log to this Weights & Biases project
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How images are sampled: the grids of a training run, and the defaults of `scalelong sample` and `evaluate`.
+    """Sampling settings: for grids during training, and defaults of `scalelong sample` and `evaluate`.
 
     >>> SamplingSettings("ddim", steps=25, guidance=2.0).precision
     'fp32'
@@ -189,21 +191,21 @@ class SamplingSettings:
     sampler: str = ""  # ddpm, ddim, dpm++2m, dpm++3m, heun, euler_maruyama; default: the process's own
     steps: int = 0  # 0: the sampler's own
     count: int = 64  # number of images
-    clip: bool = True  # clamp every estimate of the clean image to [-1, 1]
-    guidance: float = 1.0  # scale of classifier-free guidance; 1: none
-    guidance_interval: tuple[float, float] = (0.0, math.inf)  # guide only at these noise levels sigma / alpha
-    skip_tuning: float = 1.0  # shrink the skips, linearly down to this for the innermost (Skip-Tuning); 1: do not
+    clip: bool = True  # clamp clean-image estimates to [-1, 1]
+    guidance: float = 1.0  # classifier-free guidance scale; 1: off
+    guidance_interval: tuple[float, float] = (0.0, math.inf)  # noise levels sigma / alpha with guidance
+    skip_tuning: float = 1.0  # Skip-Tuning: scale skips linearly from 1 (outermost) to this (innermost); 1: off
     precision: SamplingPrecision = "fp32"  # of the denoiser, by autocast
     batch_size: int = 500
-    compile: bool = False  # compile the denoiser; pays off from some thousand images on
+    compile: bool = False  # compile the denoiser; pays off for thousands of images
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Sizes of the condition, from the data and the text encoder; stored in checkpoints."""
+    """Conditioning sizes, from data and text encoder; stored in checkpoints."""
 
     num_classes: int = 0
-    null_class: bool = False  # one more class, for no condition
+    null_class: bool = False  # an extra class for the null condition
     class_names: tuple[str, ...] = ()
     text_tokens: int = 0
     text_dim: int = 0
@@ -247,7 +249,7 @@ class RunConfig:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-# Settings that may differ when a run is resumed: they change its length or what is written, not what is computed.
+# Settings that may change on resume: they affect length and output, not the computation.
 MAY_CHANGE = {
     *(
         f"training.{name}"
@@ -279,7 +281,7 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def check_settings(config: RunConfig) -> RunConfig:
-    """The configuration if every single value is of its type and in its bounds; else an error that names the key."""
+    """Return the configuration if every value has its type and bounds; else raise an error that names the key."""
     for part, settings in vars(config).items():
         check_values(part, settings)
     return config

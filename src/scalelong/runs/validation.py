@@ -1,4 +1,4 @@
-"""Which values settings may have: one table of bounds, one check of every value. No torch."""
+"""Type and bound checks of all settings. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _COUNT = 10**12  # of steps
 _FACTOR = 1e6
 MAX_CLASSES = 100_000  # of labels and class names
 
-# The least and the largest value of each number; others must be finite. What a method or sampler allows beyond that, it
-# checks itself.
+# Bounds of numbers; others must be finite. Methods and samplers add their own checks.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "data.image_size": (1, 8192),
     "data.workers": (0, 1024),

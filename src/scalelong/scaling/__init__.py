@@ -1,4 +1,4 @@
-"""The scaling methods, in pure torch: `constant` (CS), `learned` (LS), `baselines` (other authors'), `registry` (names)."""
+"""The scaling methods, in pure torch: `constant` (CS), `learned` (LS), `baselines` (other papers), `registry` (names)."""
 
 from scalelong.scaling.constant import Scaling, SkipSize, constant_coefficients
 from scalelong.scaling.registry import METHODS, ScalingConfig

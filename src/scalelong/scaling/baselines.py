@@ -1,4 +1,4 @@
-"""Other authors' methods and the controls of the paper, as `Scaling`s.
+"""Methods from other papers and the paper's controls.
 
 mp_cat      rescale both operands of the concatenation so that its magnitude is preserved      EDM2 (2023), Eq. 103
 layernorm   normalize each skip over its channels
@@ -21,7 +21,7 @@ from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, Sk
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
-    """Factors for operands of these widths: unit inputs join to unit magnitude, a share t of it from the skip."""
+    """Factors for operands of these widths that preserve unit magnitude, with weight t on the skip."""
     total = math.sqrt((main + skip) / ((1 - t) ** 2 + t**2))
     return total * (1 - t) / math.sqrt(main), total * t / math.sqrt(skip)
 
@@ -49,7 +49,7 @@ class MagnitudePreserving(Scaling):
 
 
 class SkipTuning(ConstantScaling):
-    """skip_tuning: fixed coefficients from `outer` (i = 1) linearly to `inner` (i = N), for sampling only."""
+    """skip_tuning: fixed coefficients, linear from `outer` (i = 1) to `inner` (i = N); for sampling only."""
 
     def __init__(self, sizes: Sequence[SkipSize], inner: float = 0.8, outer: float = 1.0) -> None:
         super().__init__(tuning_coefficients(len(sizes), inner, outer))
@@ -61,7 +61,7 @@ class SkipTuning(ConstantScaling):
 
 
 class TunedScaling(Scaling):
-    """Skip-Tuning on top of the scaling that a model was trained with."""
+    """Skip-Tuning on top of a trained model's own scaling."""
 
     def __init__(self, base: Scaling, inner: float) -> None:
         super().__init__(base.num_skips)
@@ -86,7 +86,7 @@ class TunedScaling(Scaling):
 
 
 def tuning_coefficients(num_skips: int, inner: float, outer: float = 1.0) -> list[float]:
-    """Skip-Tuning (Ma et al. 2024): a line from the outermost skip to the innermost.
+    """Skip-Tuning (Ma et al. 2024): linear from the outermost skip to the innermost.
 
     >>> tuning_coefficients(3, inner=0.5)
     [1.0, 0.75, 0.5]
@@ -95,7 +95,7 @@ def tuning_coefficients(num_skips: int, inner: float, outer: float = 1.0) -> lis
 
 
 class _SkipTransform(Scaling):
-    """A change of the skip other than a coefficient; `current` reports the ratio of the skip's norms after and before."""
+    """A skip transform other than a coefficient; `current` reports the ratio of norms after and before."""
 
     fusible = False
 

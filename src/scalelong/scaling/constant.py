@@ -1,13 +1,13 @@
-"""Scaling of long skip connections (ScaleLong, NeurIPS 2023): the interface of a method, and the constant methods.
+"""Interface of scaling methods, and the constant methods (ScaleLong, NeurIPS 2023).
 
 Skip i = 1 is the outermost of N (first encoder block to last decoder block). Before the decoder uses skip x_i, it is
 multiplied by kappa_i:
 
-    none         kappa_i = 1                             the usual network
+    none         kappa_i = 1                             unscaled
     rsqrt2       kappa_i = 1 / sqrt(2)                   used by earlier work
     universal    kappa_i = kappa                         one number for all skips
     cs           kappa_i = kappa ** (i - 1)              Eq. 8, constant scaling
-    cs_reversed  kappa_i = kappa ** (N - i + 1)          the wrong direction, a control (Table 4)
+    cs_reversed  kappa_i = kappa ** (N - i + 1)          reversed order, a control (Table 4)
     cs_annealed  kappa_i = k ** (i - 1), k: 1 -> kappa   CS whose k falls linearly over the first `anneal_steps` steps
     subset       kappa_i = 0 or 1                        inner or outer skips removed
     ls           kappa_i = sigmoid(zeta(GAP(x_i)))       Eq. 9 and 10, learnable scaling: `learned`
@@ -77,17 +77,17 @@ class SkipSize:
     """
 
     channels: int
-    tokens: int | None = None  # known and fixed only for transformers
+    tokens: int | None = None  # transformers with a fixed number of tokens
     channels_last: bool = False  # (B, T, C) rather than (B, C, *spatial)
     batch_dim: int = 0  # 1: (T, B, C)
-    time_token: int | None = None  # position of the token that holds the time, if one does
+    time_token: int | None = None  # position of the time token, if any
     main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
-    nest: int = 1  # number of its U, in networks with several; constant methods count in each from its outermost skip
+    nest: int = 1  # index of its U; constant methods count from the outermost skip of each U
     stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
 
 
 class Scaling(nn.Module):
-    """A method on all long skips of one model; by default it changes nothing. Index i counts from 1, the outermost skip.
+    """Base class of methods, the identity by default. Skips are indexed from i = 1, the outermost.
 
     >>> from scalelong.scaling import ScalingConfig
     >>> scaling = ScalingConfig.create("cs", kappa=0.5).build([SkipSize(channels=64)] * 3)
@@ -99,7 +99,7 @@ class Scaling(nn.Module):
     recorded: Tensor  # one number per skip; not saved
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
-    loaded_without = False  # while a state dict is loaded: it has none of our constants
+    loaded_without = False  # set while loading a state dict without our constants
 
     def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Scaling(nn.Module):
         return skip if isinstance(coefficient, float) and coefficient == 1.0 else skip * coefficient
 
     def advance(self, step: int) -> None:
-        """Set the state of a method that changes with the training step; call it before step `step` (from 1)."""
+        """Update a method that depends on the training step; call before step `step` (from 1)."""
 
     def scale_main(self, index: int, main: Tensor) -> Tensor:  # noqa: ARG002
         """Scale the tensor that skip i is joined with."""
@@ -129,18 +129,18 @@ class Scaling(nn.Module):
         return output
 
     def current(self) -> list[float]:
-        """kappa_i now: the constants, or the mean of the gates on the last forward (nan before the first)."""
+        """Current kappa_i: constants, or the mean gates of the last forward (nan before the first)."""
         if "recorded" not in self._buffers:
             return [1.0] * self.num_skips
         return [math.nan] * self.num_skips if self.recorded.is_meta else self.recorded.tolist()
 
     def add_constants(self, key: str, values: Sequence[Any]) -> None:
-        """Register fixed numbers as a buffer, so that weights trained with them do not load unnoticed without them."""
+        """Register constants as a buffer, so loading weights without them is detected."""
         self.constants[key] = values
         self.register_buffer(key, torch.tensor(values, dtype=torch.float32))
 
     def record(self, index: int, value: Tensor) -> None:
-        """Store what `current` reports of skip i; skipped in functorch transforms and forward-mode AD: no side effects."""
+        """Store the value that `current` reports for skip i; a no-op in functorch transforms and forward-mode AD."""
         if not torch.compiler.is_compiling():
             if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
                 return
@@ -169,7 +169,7 @@ class ConstantScaling(Scaling):
 class AnnealedScaling(Scaling):
     """cs_annealed: CS with k = 1 at step 0 and k = kappa from step `anneal_steps` on, linear in between.
 
-    The coefficients are a function of the step given to `advance` alone, and a buffer: checkpoints and averages hold them.
+    The coefficients depend only on the step passed to `advance`, and are a buffer, so checkpoints and EMA include them.
 
     >>> scaling = AnnealedScaling([SkipSize(channels=64)] * 3, kappa=0.5, anneal_steps=100)
     >>> scaling.advance(50)

@@ -38,7 +38,7 @@ class SqueezeExcite(nn.Module):
             _shift_bias(network[-1].bias, start)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        dtype: Any = self.zeta[0].weight.dtype  # float32 where a model computes in half precision with float32 weights
+        dtype: Any = self.zeta[0].weight.dtype  # float32 if activations are half precision but weights are not
         pooled = pooled.to(dtype)
         if not self.encoders:
             return torch.sigmoid(self.zeta(pooled))
@@ -89,7 +89,7 @@ def _bottleneck(inputs: int, hidden: int, outputs: int, activation: str) -> nn.S
 
 
 def _shift_bias(bias: Tensor, start: float | None) -> None:
-    """Let the sigmoid behind this bias start around `start`; None keeps the initialization."""
+    """Set a bias so that its sigmoid starts around `start`; None keeps the initialization."""
     if start is not None:
         with torch.no_grad():
             bias += math.log(start / (1 - start))
@@ -103,7 +103,7 @@ class LearnedScaling(Scaling):
     axis="time" gates tokens by the time token of the skip instead of averages.
     """
 
-    _checked = False  # whether a training step has shown if the gates are trained
+    _checked = False  # frozen gates are reported once
 
     def __init__(self, sizes: Sequence[SkipSize], axis: str, gates: list[nn.Module], gate_of: list[int]) -> None:
         super().__init__(len(sizes), records=True)
@@ -131,7 +131,7 @@ class LearnedScaling(Scaling):
         return (kappa.t() if transposed else kappa).reshape(shape)
 
     def _report_frozen(self, skip: Tensor) -> None:
-        """Say once that something is trained, but not the gates."""
+        """Warn once if other parameters are trained but the gates are frozen."""
         if skip.requires_grad:
             self._checked = True
             if not any(parameter.requires_grad for parameter in self.parameters()):
@@ -152,7 +152,7 @@ def learned_scaling(
 ) -> LearnedScaling:
     """Build LS; with `shared`, skips of equal size share a gate. `start`: initial kappa (None: 1/2, or 1 for learnable)."""
     one_each = list(range(len(sizes)))
-    if module == "learnable":  # independent of the input: any number of tokens will do
+    if module == "learnable":  # independent of the input: any number of tokens
         return LearnedScaling(sizes, "channels", [LearnableKappa(start) for _ in sizes], one_each)
     if module == "time":
         if any(size.time_token is None or not size.tokens for size in sizes):

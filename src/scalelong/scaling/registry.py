@@ -1,4 +1,4 @@
-"""All methods by name: what builds them, their options, and the checks of the options."""
+"""Registry of methods: names, constructors, options and validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Needs = Literal["skips", "operands", "blocks"]  # operands: widths and resolutio
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """A method and its options, checked and complete; stored as JSON next to saved weights.
+    """A validated method with all its options; stored as JSON next to saved weights.
 
     >>> config = ScalingConfig.create("cs", kappa=0.5)
     >>> print(config, config.build([SkipSize(channels=64)] * 3).current())
@@ -42,7 +42,7 @@ class ScalingConfig:
 
     @classmethod
     def create(cls, method: str, **options: Any) -> ScalingConfig:
-        """Check the method and its options; fill in the defaults."""
+        """Validate the method and its options, and fill in defaults."""
         if method not in METHODS:
             raise unknown_name("scaling.method", method, METHODS)
         defaults = METHODS[method].defaults
@@ -64,7 +64,7 @@ class ScalingConfig:
         return cls.create(stored["method"], **stored["options"])
 
     def build(self, sizes: Sequence[SkipSize], blocks: int = 0) -> Scaling:
-        """The scaling of a model with these skips, outermost first, and this many residual blocks."""
+        """Build the scaling for these skips (outermost first) and number of residual blocks."""
         method = METHODS[self.method]
         scaling = method.build(sizes, **self.options, **({"blocks": blocks} if method.needs == "blocks" else {}))
         scaling.config = self
@@ -81,9 +81,9 @@ class Method:
 
     build: Callable[..., Scaling]
     check: Callable[[Options], None] = lambda _: None
-    needs: Needs = "skips"  # what must be known about a model to build it
-    constant: bool = False  # it multiplies each skip by a fixed number and does nothing else
-    sampling_only: bool = False  # for models that are trained already
+    needs: Needs = "skips"  # what it needs to know about the model
+    constant: bool = False  # only multiplies each skip by a fixed number
+    sampling_only: bool = False  # not for training
 
     @property
     def defaults(self) -> Options:

@@ -1,4 +1,4 @@
-"""Find the long skips of a model, scale them, check and fold the scaling, save and load it."""
+"""Find, scale, verify, fold, save and load the long skips of a model."""
 
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, remove
 from scalelong.skips.families import known_families

@@ -26,7 +26,7 @@ from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
 Placement = Literal["before", "after_norm"]
-MAX_ROWS = 16  # of a handle's repr
+MAX_ROWS = 16  # in repr(handle)
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,7 +49,7 @@ class Handle:
         return scaling_of(self.model)
 
     def coefficients(self) -> list[float]:
-        """kappa_i now, outermost first."""
+        """Current kappa_i, outermost first."""
         return self.scaling.current()
 
     def remove(self) -> None:
@@ -57,7 +57,7 @@ class Handle:
 
     @property
     def note(self) -> str:
-        """That norms cancel kappa on most skips, and the remedy; empty if they do not."""
+        """Note that norms cancel kappa on most skips, with a remedy; empty otherwise."""
         cancelled = sum(skip.reach in ("shortcut", "none") and not skip.after_norm for skip in self.skips)
         if 2 * cancelled <= len(self.skips) or self.config.method not in {*CONSTANT_METHODS, "rsqrt2", "ls"}:
             return ""
@@ -74,7 +74,7 @@ class Handle:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """The table, shortened in the middle to fit a notebook cell."""
+        """The skip table, truncated in the middle to fit a notebook cell."""
         rows = str(self).splitlines()
         first = len(rows) - len(self.skips)
         if len(self.skips) > MAX_ROWS and first > 0:
@@ -100,10 +100,10 @@ def apply(
     eps), "skip_tuning" (inner, outer), "freeu" (s1, s2, b1, b2, threshold), "rezero", "stable_tau" (tau).
     example: arguments of the model's forward, as a tensor, a tuple, a dict or a pair (args, kwargs); required for classes
     that are not in `known_families()`. Skips found with it are checked by `verify`, in 2N + 3 runs of deep copies.
-    placement: "before", as in the paper, scales the skip itself; "after_norm", for constant methods, scales behind a
-    GroupNorm that would cancel kappa, and the input of the shortcut.
-    skips: scale these instead of those found: skips of `find_skips` or pairs of module names (made_in, used_in), outermost
-    first; of several Us, a list of them for each.
+    placement: "before" (as in the paper) scales the skip itself; "after_norm" (constant methods only) scales the output of
+    a GroupNorm that would cancel kappa, and the input of the shortcut.
+    skips: skips to scale, outermost first: results of `find_skips` or pairs of module names (made_in, used_in); for several
+    Us, one list per U. Default: all skips found.
     verify: False skips the check.
 
     >>> from diffusers import UNet1DModel
@@ -129,7 +129,7 @@ def apply(
         if METHODS[method].needs == "operands":
             found = _with_operands(model, found, call)
         branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
-        with torch.inference_mode(False):  # gates created in inference mode could not be trained
+        with torch.inference_mode(False):  # inference-mode tensors cannot be trained
             scaling = config.build([skip.size for skip in found], len(branches))
             hooks.match(scaling, model)
         if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in found):
@@ -140,7 +140,7 @@ def apply(
             check_hooks(model, example=call)
     hooks.reset_compiled()
     write_config(model, stored_scaling(model))
-    import_module("scalelong.skips.patches").install()  # it imports this module
+    import_module("scalelong.skips.patches").install()  # circular import
     handle = Handle(model, found, config)
     if handle.note:
         _log_once(handle.note)
@@ -170,7 +170,7 @@ def find_skips(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any)
 
 @unchanged_on_error
 def remove(model: nn.Module, what: Literal["scaling", "features"] | None = None) -> None:
-    """Undo `apply` and `condition_on_features`, or one of them: the model, its state dict and its config are as before.
+    """Undo `apply` and `condition_on_features`, or one of them; restores the model, its state dict and its config.
 
     >>> from diffusers import UNet1DModel
     >>> handle = apply(UNet1DModel(), "ls")
@@ -189,7 +189,7 @@ def remove(model: nn.Module, what: Literal["scaling", "features"] | None = None)
 
 
 def coefficients(model: nn.Module) -> list[float]:
-    """kappa_i now, outermost first: constants, or the mean of the gates on the last forward (nan before the first).
+    """Current kappa_i, outermost first: constants, or the mean gates of the last forward (nan before the first).
 
     >>> from diffusers import UNet1DModel
     >>> coefficients(apply(UNet1DModel(), "cs", kappa=0.5).model)
@@ -201,7 +201,7 @@ def coefficients(model: nn.Module) -> list[float]:
 def _find(
     model: nn.Module, call: Call | None, given: list[list[tuple[str, str]]] | None = None
 ) -> tuple[list[LongSkip], bool]:
-    """The skips, all or those given by U, and whether they were traced rather than known."""
+    """Return the skips (all, or those given per U) and whether they were traced."""
     hooks.check_unwrapped(model)
     skips, name = known_skips(model), type(model).__name__
     if skips is None and call is None:
@@ -224,7 +224,7 @@ def _find(
 
 
 def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -> list[LongSkip]:
-    """Fill in the width of what each skip is joined with, and its decoder stage."""
+    """Add the width of the other join operand and the decoder stage to each skip's size."""
     if all(skip.size.main is not None for skip in skips):
         return skips
     found = detect_all(model, skips, call or generated_example(model))
@@ -236,7 +236,7 @@ def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -
 
 
 def skip_shapes(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[tuple[int, ...] | None]:
-    """The shape of each skip on this example where it is joined; None if it is not found."""
+    """The shape of each skip at its join on this example; None if not found."""
     try:
         return [*detect_all(model, skips, call).operand_shapes()]
     except NoLongSkipsError:

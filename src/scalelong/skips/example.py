@@ -1,4 +1,4 @@
-"""Example calls of a model: parse them, and run the model on them without side effects; undo changes on an error."""
+"""Parse example inputs, run a model on them without side effects, and roll back changes on error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def as_call(example: Any) -> Call:
-    """An example as (args, kwargs); it is given as a tensor, a tuple or list, a dict, or a pair (args, kwargs)."""
+    """Convert an example (a tensor, tuple, list, dict or pair (args, kwargs)) to (args, kwargs)."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -36,7 +36,7 @@ def as_call(example: Any) -> Call:
 
 
 def merge_example(example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """The call given as `example=` or as plain arguments; None if neither is given."""
+    """The call given as `example=` or as plain arguments, or None."""
     if example is None:
         return (args, kwargs) if args or kwargs else None
     if args or kwargs:
@@ -74,7 +74,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def independent_copy(model: nn.Module) -> nn.Module:
-    """A deep copy that can be changed; ValueError if it shares weights or modules with the model."""
+    """Deep-copy the model; raise a ValueError if the copy shares weights or modules with it."""
     copied = copy.deepcopy(model)
     own = {id(parameter) for parameter in model.parameters()}
     shared = next((name for name, parameter in copied.named_parameters() if id(parameter) in own), None)
@@ -112,7 +112,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no inference mode; afterwards modes, attributes, buffers and random states are restored."""
+    """Switch to eval mode outside inference mode; restore modes, attributes, buffers and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
@@ -122,7 +122,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     devices = _cuda_devices()
     try:
         for module, _ in modes:
-            if type(module).train is nn.Module.train:  # another one may merge weights: such a module keeps its mode
+            if type(module).train is nn.Module.train:  # a custom train() may merge weights: keep the mode
                 module.training = False
         with torch.random.fork_rng(devices), torch.inference_mode(False):
             yield
@@ -147,9 +147,9 @@ def _cuda_devices() -> range:
 
 
 class Snapshot:
-    """The modules of a model with their attributes, hooks, config and modes, and all random states, as they are now.
+    """Snapshot of the modules, attributes, hooks, config and modes of a model, and of all random states.
 
-    Weights are kept by reference; `keep_values` copies those that are about to be changed in place.
+    Weights are kept by reference; `keep_values` copies those about to be modified in place.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -163,7 +163,7 @@ class Snapshot:
         self._values += [(tensor, tensor.detach().cpu().clone()) for tensor in tensors if not tensor.is_meta]
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore the snapshot."""
         if not protected("skips.restore"):
             return
         for module, cls, attributes, tables in self._modules:
@@ -191,7 +191,7 @@ def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
 
 
 def unchanged_on_error(function: Function) -> Function:
-    """Decorate a function of a model: if an error or Ctrl-C ends it, the model and all random states are as before."""
+    """Decorate a function of a model so that an error or Ctrl-C restores the model and all random states."""
 
     @functools.wraps(function)
     def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:

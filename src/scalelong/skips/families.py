@@ -1,4 +1,4 @@
-"""Known model classes, in one table: their long skips, an example input, their stages and residual branches.
+"""Table of known model classes: long skips, example input, stages and residual branches.
 
 To add a class, write a function from a model to its skips and list it in `FAMILIES`. Decoders consume the innermost skip
 first, so these functions yield skips in that order; `known_skips` numbers them from the outermost.
@@ -19,7 +19,7 @@ from scalelong.skips.long_skip import Argument, Call, ChannelSlice, Fused, Item,
 
 Found = tuple[str, str, SkipSize, Reach, str, Slot]  # made_in, used_in, size, reach, consumer, slot
 Inputs = dict[str, Any]
-K_BLOCKS = {"KUpBlock2D", "KCrossAttnUpBlock2D"}  # join one skip per block and drop the others: such models are traced
+K_BLOCKS = {"KUpBlock2D", "KCrossAttnUpBlock2D"}  # use one skip per block and drop the rest: traced instead
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def known_skips(model: nn.Module) -> list[LongSkip] | None:
 
 
 def generated_example(model: nn.Module, full_size: bool = False) -> Call:
-    """Random inputs for models of the most common classes, of the native or the smallest possible size."""
+    """Random inputs for the most common classes, at the native or smallest possible size."""
     family = known_family(model)
     if family is None or family.example is None:
         none = f"example: none was given, and none can be generated for a {type(model).__name__}"
@@ -67,7 +67,7 @@ def generated_example(model: nn.Module, full_size: bool = False) -> Call:
 
 
 def stages(model: nn.Module) -> list[str]:
-    """Names of the stages of the U: encoder blocks, middle, decoder blocks; of unknown models, the items of their lists.
+    """Names of the encoder blocks, middle and decoder blocks; for unknown models, the items of their module lists.
 
     >>> from scalelong import UViT, UViTConfig
     >>> stages(UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=2, heads=2)))
@@ -95,14 +95,14 @@ def stages(model: nn.Module) -> list[str]:
 
 
 def has_known_stages(model: nn.Module) -> bool:
-    """Whether the class is known, or its parts have the names of a known one."""
+    """True if the class is known or its children have the names of a known class."""
     children = dict(model.named_children())
     names = {*(family.stages for family in FAMILIES.values()), _GUIDED_DIFFUSION}
     return known_family(model) is not None or any(len(each) > 1 and all(n in children for n in each) for each in names)
 
 
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
-    """For each block in order, the modules whose outputs are added to the residual stream; ValueError if not known."""
+    """For each block, the modules whose outputs are added to the residual stream; raises if unknown."""
     family = known_family(model)
     if family is None or not family.branches:
         raise ValueError(f"scaling.method: this method is only for scalelong.UViT, got {type(model).__name__}")
@@ -158,7 +158,7 @@ def _unet_1d(model: Any) -> Iterator[Found]:
 
 
 def _out_channels(convolution: Any) -> int:
-    """Of the layer itself, if a peft adapter is wrapped around it."""
+    """Output channels of a layer, also inside a peft adapter."""
     return int(getattr(convolution, "base_layer", convolution).out_channels)
 
 
@@ -247,7 +247,7 @@ def _matrix_unet(model: Any) -> Iterator[Found]:
 
 
 class _Random:
-    """Random tensors, the same every time; the global random state is not touched."""
+    """Deterministic random tensors that leave the global random state unchanged."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, full_size: bool) -> None:
         self.device, self.dtype, self.full_size = device, dtype, full_size

@@ -1,8 +1,8 @@
-"""Fold constant coefficients into the weights behind the skips, so that scaling costs nothing and no hooks remain.
+"""Fold constant coefficients into the weights that read the skips, and remove the hooks.
 
 Exact where a linear layer or convolution acts on the concatenated skip: its input columns are multiplied by kappa_i. A
 GroupNorm over whole groups of skip channels cancels kappa_i up to its eps: then only the shortcut's columns change. The
-hooked and the folded model are compared skip by skip; a deviation is refused.
+hooked and the folded model are compared skip by skip, and a deviation raises an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Columns:
 
 @unchanged_on_error
 def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | None = None, **kwargs: Any) -> list[str]:
-    """Multiply the weights behind the skips by the coefficients and remove the hooks; returns the names of those weights.
+    """Multiply the weights that read the skips by the coefficients and remove the hooks; return the names of the weights.
 
     The example is given as `example=`, as for `apply`, or as plain arguments; the most common known classes need none. If
     the folded model deviates from the scaled one by more than `tolerance` (relative to the largest output; by default 1e-6
@@ -88,7 +88,7 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
 def folded_columns(
     model: nn.Module, values: tuple[float, ...], call: Call, tolerance: float | None
 ) -> Iterator[tuple[Columns, float]]:
-    """The columns to scale; after each skip, a copy folded up to it is compared with one whose hooks are on up to it."""
+    """The columns to scale; folded and hooked copies are compared after each skip."""
     with undisturbed(model):
         copies, allowed = Copies(model, call), 1e-6 if tolerance is None else tolerance
         plain = copies.plain
@@ -147,7 +147,7 @@ def _columns_after_norm(model: nn.Module, skip: LongSkip) -> list[Columns]:
 
 
 def _columns_behind(model: nn.Module, trace: Trace, path: SkipPath, skip: LongSkip, times: int) -> Iterator[Columns]:
-    """The columns behind one join; `times` is how often the consumer is called with this skip."""
+    """The columns that read one join; `times` is how often the consumer is called with this skip."""
     join = trace.nodes[path.join]
     if join.weight is not None:  # a fused layer: weights for [hidden, skip]
         width = model.get_parameter(join.weight).shape[1]

@@ -1,6 +1,6 @@
-"""The scaling on a model: attach and detach it, and check what is done to a scaled model (wrappers, state dicts).
+"""Attach and detach a scaling; checks for wrappers and state dicts.
 
-A forward-pre-hook on each consumer scales the skip on its way in. The scaling is registered once, as `model.scalelong`.
+A forward pre-hook on each consumer scales the skip. The scaling is registered once, as `model.scalelong`.
 No hook refers to the model itself: classes that copy by pickling their state (EDM's `persistence`) cannot copy a cycle.
 """
 
@@ -31,8 +31,8 @@ from scalelong.skips.long_skip import (
 
 ROOT_NAME = "scalelong"  # attribute of the model that holds the scaling, and its prefix in the state dict: `root_name`
 CONFIG_KEY = "long_skip_scaling"  # key of the scaling in a diffusers config.json
-FEATURES_KEY = "condition_on_features"  # the same for `condition_on_features`
-MUP_KEY = "mup"  # the same for muP
+FEATURES_KEY = "condition_on_features"  # likewise for `condition_on_features`
+MUP_KEY = "mup"  # likewise for muP
 STORED_KEYS = (CONFIG_KEY, FEATURES_KEY, MUP_KEY)
 DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
 LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
@@ -89,7 +89,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _tensors_of(model: nn.Module) -> nn.Module:
-    """A module that shares the model's tables of parameters, buffers and submodules; its copy shares those of the copy."""
+    """A module that shares the model's parameters, buffers and submodules, also after a deep copy of both."""
     tables = nn.Module()
     for name in ("_parameters", "_buffers", "_modules"):
         object.__setattr__(tables, name, getattr(model, name))
@@ -110,7 +110,7 @@ def _hooked(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def replace_scaling(model: nn.Module, scaling: Scaling) -> None:
-    """Exchange the scaling behind the hooks of a model; used on copies, to check the hooks themselves."""
+    """Replace the scaling that the hooks use; for verifying hooks on copies."""
     _point_at(model, scaling)
     model.add_module(root_name(model), scaling)
 
@@ -121,7 +121,7 @@ def _point_at(model: nn.Module, scaling: Scaling) -> None:
 
 
 def follow_adapter(name: str, model: nn.Module, _args: Any) -> None:
-    """Forward-pre-hook: if peft wrapped the scaling (modules_to_save), the hooks use the copy of the active adapter."""
+    """Forward pre-hook: if peft wrapped the scaling (modules_to_save), use the copy of the active adapter."""
     if not isinstance(getattr(model, name), Scaling):
         active = scaling_of(model)
         if any(getattr(module, ATTACHMENT).scaling is not active for module in _hooked(model)):
@@ -138,14 +138,14 @@ def _unwrapped(child: Any) -> Scaling | None:
 
 
 def tag_lora(model: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-    """State-dict hook: LoRA tensors carry the scaling, so that a file written of them alone can name it."""
+    """State-dict hook: tag LoRA tensors with the scaling, so LoRA files can record it."""
     lora = [tensor for key, tensor in state_dict.items() if key.startswith(prefix) and "lora_" in key]
     for tensor in lora:
         setattr(tensor, LORA_TAG, stored_scaling(model))
 
 
 def stored_scaling(model: nn.Module) -> dict[str, Any]:
-    """The scaling of a model as it is stored next to weights; the default placement and skips that are found are omitted."""
+    """The scaling of a model in its stored form; default placement and automatically found skips are omitted."""
     scaling, skips = scaling_of(model), attached_skips(model)
     placement = {"placement": "after_norm"} if any(skip.after_norm for skip in skips) else {}
     given = {"skips": [[list(names) for names in nest] for nest in as_nests(skips)]} if skips[0].given else {}
@@ -153,7 +153,7 @@ def stored_scaling(model: nn.Module) -> dict[str, Any]:
 
 
 def root_name(model: nn.Module) -> str:
-    """The name that the scaling is registered under, or will be: another one if the model uses the usual name itself."""
+    """The attribute name of the scaling; an alternative if the model already uses `scalelong`."""
     found = (name for name, child in model._modules.items() if _unwrapped(child) is not None)
     return next(found, f"{ROOT_NAME}_module" if hasattr(model, ROOT_NAME) else ROOT_NAME)
 
@@ -187,7 +187,7 @@ def scaling_of(model: nn.Module) -> Scaling:
 
 
 def check_unscaled(model: nn.Module) -> None:
-    """Raise if the model is scaled already or cannot hold a scaling."""
+    """Raise if the model is already scaled or cannot be scaled."""
     check_unwrapped(model)
     if any(True for _ in _hooked(model)):
         raise ValueError(f"model: this {type(model).__name__} is scaled already; call scalelong.remove(model) first")
@@ -207,7 +207,7 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Refuse wrappers: hooks added after compiling or wrapping do not run or are not seen."""
+    """Reject wrapped models: hooks added after compiling or wrapping may not run."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     if wrapper := wrapper_of(model):
@@ -215,13 +215,13 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def reset_compiled() -> None:
-    """Drop compiled code, which ignores hooks that are added later; the next call compiles anew."""
+    """Reset torch.compile, since compiled code ignores hooks added later."""
     if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled
         torch.compiler.reset()
 
 
 def match(added: nn.Module, model: nn.Module) -> None:
-    """Move an added module to the mode of the model, and to the device and dtype of most of its weights."""
+    """Match the mode of the model and the device and dtype of most of its weights."""
     added.train(model.training)
     weights: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for parameter in (p for p in model.parameters() if p.is_floating_point()):
@@ -249,7 +249,7 @@ def write_config(model: Any, stored: dict[str, Any] | None, key: str = CONFIG_KE
 
 
 def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Load-state-dict pre-hook: refuse weights that were trained with another scaling, before anything is loaded."""
+    """Load-state-dict pre-hook: reject weights trained with a different scaling before loading anything."""
     scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
@@ -268,7 +268,7 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
             raise ValueError(f"state_dict.{here}{key}: {fit} on {scaling.num_skips} skips; {remedy}")
     for key, value in _constants(scaling).items():
         theirs = value if given[key].is_meta else given[key].float().cpu()
-        if not torch.allclose(theirs, value, rtol=1e-2, atol=1e-6):  # they may be rounded to half precision
+        if not torch.allclose(theirs, value, rtol=1e-2, atol=1e-6):  # may be rounded to half precision
             trained, applied = ([round(number, 4) for number in each.flatten().tolist()] for each in (theirs, value))
             numbers = f"the weights were trained with {trained}, the model applies {applied}"
             raise ValueError(f"state_dict.{here}{key}: {numbers}; {remedy}")
@@ -286,7 +286,7 @@ def restore_constants(model: nn.Module, *_: Any) -> None:
 
 
 def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMapping[str, Tensor], prefix: str) -> None:
-    """Weights without a scaling: whole models raise for gates and warn for constants, parts of a model pass."""
+    """Handle weights without scaling: raise for missing gates, warn for missing constants, ignore partial state dicts."""
     name = root_name(model)
     complete = all(prefix + key in state_dict for key in model.state_dict() if not key.startswith(f"{name}."))
     has_gates = any(True for _ in scaling.parameters())
@@ -301,7 +301,7 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
 
 
 def warn_of_missing(model: nn.Module, *_: Any) -> None:
-    """Load-state-dict post-hook: warn of weights without a scaling."""
+    """Load-state-dict post-hook: warn about weights without scaling."""
     scaling = model._modules.get(root_name(model))
     if not isinstance(scaling, Scaling):
         return
@@ -312,5 +312,5 @@ def warn_of_missing(model: nn.Module, *_: Any) -> None:
 
 
 def _constants(scaling: Scaling) -> dict[str, Tensor]:
-    """The numbers a scaling computes with, whatever its buffers contain."""
+    """The constants of a scaling, independent of its buffers."""
     return {key: torch.tensor(v, dtype=torch.float32, device="cpu") for key, v in scaling.constants.items()}

@@ -1,7 +1,7 @@
 """A long skip, the slot of a module call that carries it, and the hooks that scale it there.
 
-The consumer of a skip is the module whose call brings it into the decoder; a `Slot` says where in that call the skip is.
-Hooks are module-level functions, their data an attribute of the hooked module: copies and pickles are independent.
+The consumer of a skip is the module whose call brings it into the decoder; a `Slot` locates the skip in that call. Hooks are
+module-level functions with their data in an attribute of the hooked module, so copies and pickles are independent.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def _scale_slice(joined: Tensor, start: int, size: int, dim: int, index: int, sc
     return torch.cat([part for part in parts if part.shape[dim]], dim=dim)
 
 
-Slot = Argument | Item | ChannelSlice | Fused  # where in its consumer's call a skip is
+Slot = Argument | Item | ChannelSlice | Fused  # location of a skip in the call of its consumer
 HookPoints = tuple[tuple[str, Slot | OutputChannels], ...]  # names of modules to hook, with the skip's slot
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """Data of a hooked module: the scaling of the whole model, and the skips that pass through this module."""
+    """Hook data of a module: the scaling of the whole model and the skips that pass through this module."""
 
     scaling: Scaling
     inputs: tuple[tuple[int, Slot], ...] = ()
@@ -157,7 +157,7 @@ class LongSkip:
     made_in: str  # the module whose output is the skip
     used_in: str  # the module where it joins the decoder
     size: SkipSize
-    reach: Reach  # which of the following layers see kappa, see docs/families.md
+    reach: Reach  # which layers see kappa, see docs/families.md
     consumer: str  # the module that is hooked
     slot: Slot
     also: HookPoints = ()  # further modules that receive the same concatenation
@@ -173,10 +173,10 @@ Named = LongSkip | tuple[str, str]  # a skip, or the modules it is made and used
 
 
 def as_nests(skips: Sequence[Named | Sequence[Named]]) -> list[list[tuple[str, str]]]:
-    """Skips given by a user, as pairs of names by U: a list of skips is one U, a list of lists several."""
+    """Convert user-given skips to pairs of names per U; a flat list is one U."""
     flat = all(isinstance(item, LongSkip) or (len(item) == 2 and isinstance(item[0], str)) for item in skips)
     nests: list[list[Any]] = [list(skips)] if flat else [list(item) for item in skips]  # type: ignore[arg-type]
-    if flat and all(isinstance(item, LongSkip) for item in skips):  # as found: each has the number of its U
+    if flat and all(isinstance(item, LongSkip) for item in skips):  # from find_skips: grouped by U
         numbers = dict.fromkeys(item.size.nest for item in nests[0])
         nests = [[item for item in nests[0] if item.size.nest == number] for number in numbers]
     named = [[(i.made_in, i.used_in) if isinstance(i, LongSkip) else tuple(i) for i in nest] for nest in nests]

@@ -1,7 +1,7 @@
-"""diffusers and peft keep the scaling of a model: what they save names it, and what they load has it or is refused.
+"""Patches that make diffusers and peft save, restore and check the scaling of a model.
 
-`apply` and `import scalelong.diffusers` install these patches on their classes, once. diffusers builds every model it loads
-with `from_config`, so a config that names a scaling gives a scaled model: from_pretrained, pipelines and EMAModel follow.
+`apply` and `import scalelong.diffusers` install the patches once. diffusers builds every model with `from_config`,
+so patching it covers from_pretrained, pipelines and EMAModel.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from scalelong.skips.hooks import CONFIG_KEY, LORA_TAG, STORED_KEYS, is_scaled, 
 from scalelong.skips.restore import restore_as, stored_in
 
 logger = logging.getLogger("scalelong")
-_leave_plain = False  # while `scalelong.from_pretrained` builds a model that it scales itself, with an example
+_leave_plain = False  # True while `scalelong.from_pretrained` builds a model that it scales itself
 _adapted: list[nn.Module] = []  # the models whose LoRA is being loaded
 
 
 def install() -> None:
-    """Patch what has been imported of diffusers and peft; safe to call again."""
+    """Patch the imported modules of diffusers and peft; idempotent."""
     if "diffusers.configuration_utils" in sys.modules:
         _patch_loading()
     if "diffusers.training_utils" in sys.modules:
@@ -43,7 +43,7 @@ def install() -> None:
 
 @contextmanager
 def plain_loading() -> Iterator[None]:
-    """diffusers builds models without the scaling their config names, as it does by itself."""
+    """Context in which diffusers ignores the scaling in a config."""
     global _leave_plain
     before, _leave_plain = _leave_plain, True
     try:
@@ -134,7 +134,7 @@ def _patch_peft() -> None:
 
 @cache
 def _patch_diffusers_lora() -> None:
-    """The scaling is an entry of the file's adapter metadata; diffusers by itself fails on it and names it."""
+    """Store the scaling in the adapter metadata; unpatched diffusers rejects the unknown entry by name."""
     from diffusers.loaders import lora_base, peft
 
     def make_saver(save_lora_adapter: Any) -> Any:
@@ -197,7 +197,7 @@ def _add_metadata(file: Path, stored: Mapping[str, Any]) -> None:
 
 
 def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str) -> None:
-    """Raise if an adapter was trained on a model with another scaling; warn if it was trained without one."""
+    """Raise if an adapter was trained with a different scaling; warn if it was trained without one."""
     own = stored_scaling(model) if is_scaled(model) else None
     if stored is None and own is not None:
         logger.warning("%s: it was trained without a scaling, the model has %s", where, scaling_of(model).config)
@@ -216,7 +216,7 @@ def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str
 
 
 def _warn_of_lost_gates(model: nn.Module) -> None:
-    """Gates that are trained beside an adapter are in its file only if peft was asked to save them."""
+    """Warn if gates are trained but not listed in modules_to_save."""
     name, trained = root_name(model), any(p.requires_grad for p in scaling_of(model).parameters())
     if trained and not hasattr(getattr(model, name), "modules_to_save"):
         lost = "the gates are trained, but an adapter's file does not contain them"

@@ -1,4 +1,4 @@
-"""Save a model and load it with all that has been done to it: scaling and gates, conditioning on features, muP."""
+"""Save and load a model with its scaling, gates, feature conditioning and muP."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 
 
 def _digest(stored: Mapping[str, Any]) -> str:
-    """sha256 of what scalelong.json holds beside the hashes."""
+    """sha256 of the content of scalelong.json without its hashes."""
     kept = {key: value for key, value in stored.items() if key != HASHES}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 @unchanged_on_error
 def load(model: Model, folder: str | Path, example: Any = None) -> Model:
-    """Load a folder written by `save` into `model`, which gets the scaling, conditioning and muP that it lacks.
+    """Load a folder written by `save` into `model`, applying scaling, conditioning and muP if missing.
 
-    Files whose hash differs are refused. On any error the model is as before, weights included.
-    example: as for `apply`, for classes that are not known.
+    Files with a wrong hash are rejected. On error the model, including its weights, is unchanged.
+    example: as for `apply`, for unknown classes.
 
     >>> from diffusers import UNet1DModel
     >>> from scalelong import apply
@@ -99,10 +99,10 @@ def _check_hashes(stored: Any, folder: Path) -> None:
 def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, **options: Any) -> Model:
     """`cls.from_pretrained(folder)` for a scaled diffusers model, or a pipeline with one, saved with `save_pretrained`.
 
-    `import scalelong.diffusers` makes `cls.from_pretrained` itself do this; this function also takes an example, and raises
+    After `import scalelong.diffusers`, `cls.from_pretrained` does the same; this function also takes an example, and raises
     if the folder has no scaling or lacks its gates.
-    folder: on disk or on the hub; options: those of `cls.from_pretrained`, such as subfolder, variant, revision and token;
-    example: as for `apply`, for classes that are not known.
+    folder: local or on the hub; options: passed to `cls.from_pretrained`, such as subfolder, variant, revision and token;
+    example: as for `apply`, for unknown classes.
 
     >>> from diffusers import UNet1DModel
     >>> from scalelong import apply
@@ -136,7 +136,7 @@ def from_pretrained(cls: type[Model], folder: str | Path, example: Any = None, *
 
 
 def local_folder(folder: str | Path, options: dict[str, Any]) -> Path:
-    """The folder on disk of `from_pretrained`, downloaded if need be; takes subfolder out of the options."""
+    """The local folder, downloaded if necessary; pops subfolder from the options."""
     if not Path(folder).is_dir():
         from huggingface_hub import snapshot_download
 
@@ -147,7 +147,7 @@ def local_folder(folder: str | Path, options: dict[str, Any]) -> Path:
 
 @contextmanager
 def quiet_diffusers() -> Iterator[None]:
-    """No warnings about entries and weights that diffusers does not know; they are read separately."""
+    """Silence warnings of diffusers about unknown config entries and weights."""
     logger = logging.getLogger("diffusers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -158,7 +158,7 @@ def quiet_diffusers() -> Iterator[None]:
 
 
 def _check_fit(model: nn.Module, weights: Path) -> None:
-    """Check names and shapes before anything is loaded; of tensors that share memory, one is stored for all."""
+    """Check names and shapes before loading; tensors that share memory are stored once."""
     with safe_open(str(weights), framework="pt") as tensors:
         given = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     own = model.state_dict()
@@ -174,7 +174,7 @@ def _check_fit(model: nn.Module, weights: Path) -> None:
 
 
 def read_tensors(folder: Path, variant: str | None, prefix: str) -> dict[str, Tensor]:
-    """Tensors whose names start with `prefix`, without it, from the files of one variant, as diffusers names them."""
+    """Read tensors whose names start with `prefix` (stripped) from diffusers' weight files of one variant."""
     gates: dict[str, Tensor] = {}
     dot, shard = re.escape(f".{variant}" if variant else ""), r"(-\d+-of-\d+)?"
     name = re.compile(rf"diffusion_pytorch_model({shard}{dot}|{dot}{shard})\.safetensors")

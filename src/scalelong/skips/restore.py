@@ -1,4 +1,4 @@
-"""Change a model as it was when its weights were saved: what is stored beside weights, applied or compared."""
+"""Apply or compare the changes stored with saved weights: scaling, conditioning, muP."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ HASHES = "sha256"  # key in scalelong.json: of the weights, and of the rest of t
 
 @dataclass(frozen=True)
 class Part:
-    """How a layer above stores what it has done to a model under a key of `STORED_KEYS`, and restores it."""
+    """How a package stores its change of a model under a key of `STORED_KEYS`, and restores it."""
 
-    stored: Callable[[nn.Module], dict[str, Any] | None]  # None: the model has none of it
+    stored: Callable[[nn.Module], dict[str, Any] | None]  # None: not applied
     restore: Callable[[nn.Module, Any, str | Path, bool], None]  # with what is stored or None, its file, and `fresh`
 
 
@@ -47,7 +47,7 @@ PARTS: dict[str, Part] = {}  # by key; `parametrization` adds muP
 
 
 def stored_of(model: nn.Module) -> dict[str, Any]:
-    """All that has been done to a model, as it is stored beside weights; ValueError if nothing has."""
+    """All changes of a model in their stored form; ValueError if there are none."""
     stored = stored_scaling(model) if is_scaled(model) else {}
     if is_conditioned(model):
         stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
@@ -57,16 +57,16 @@ def stored_of(model: nn.Module) -> dict[str, Any]:
 
 
 def stored_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same from a config of diffusers; empty if it names nothing."""
+    """The stored changes in a diffusers config; empty if there are none."""
     parts = {key: config[key] for key in STORED_KEYS if config.get(key) is not None}
     return {**parts.pop(CONFIG_KEY, {}), **parts}
 
 
 def restore_as(model: nn.Module, stored: Any, where: str | Path, example: Any = None, fresh: bool = False) -> None:
-    """Do to the model what is stored, where it has none; refuse others. fresh: its weights are initial values."""
+    """Apply stored changes that the model lacks; reject different ones. fresh: the weights are newly initialized."""
     extras = {key for key in STORED_KEYS if isinstance(stored, Mapping) and key in stored}
     if extras - {FEATURES_KEY, *PARTS}:
-        import_module(DIFFUSERS)  # it imports every layer that stores something
+        import_module(DIFFUSERS)  # registers all parts
     if not extras or stored.keys() - {*extras, HASHES}:
         _scale_as(model, stored, where, example)
     elif is_scaled(model):
@@ -99,7 +99,7 @@ def _condition_as(model: nn.Module, stored: dict[str, Any], where: str | Path) -
 
 
 def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: str | Path, example: Any = None) -> None:
-    """Apply the stored scaling if the model has none; refuse another one."""
+    """Apply the stored scaling if the model has none; reject a different one."""
     if not isinstance(stored, Mapping) or not {"method", "options", "num_skips"} <= stored.keys():
         raise ValueError(f"{where}: must contain method, options and num_skips, got {short(stored)}")
     config, placement = ScalingConfig.from_json(stored), stored.get("placement", "before")

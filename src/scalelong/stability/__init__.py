@@ -1,4 +1,4 @@
-"""Stability of training: oscillation probes, the choice of kappa, a diagnosis of a run (which loads without torch)."""
+"""Training stability: oscillation probes, choice of kappa, diagnosis (without torch)."""
 
 from __future__ import annotations
 

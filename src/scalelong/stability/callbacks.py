@@ -1,4 +1,4 @@
-"""Observers, such as `OscillationProbe`, in other people's training loops: Hugging Face's Trainer and Lightning.
+"""Callbacks that run observers such as `OscillationProbe` in Hugging Face's Trainer and Lightning.
 
 An observer is called as observer(step, model) after each optimizer step, before gradients are cleared; it returns values or
 None.
@@ -55,7 +55,7 @@ def lightning_callback(*observers: Observer) -> Any:
         seen = 0
 
         def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:  # noqa: ARG002
-            """Gradients of the last step are still there; the first call comes before any step."""
+            """Called before gradients are cleared; the first call precedes any step."""
             if not trainer.global_step or trainer.global_step == self.seen:
                 return
             self.seen = trainer.global_step

@@ -1,4 +1,4 @@
-"""What the records of a run say about its stability, in sentences with their numbers. No torch."""
+"""Diagnose the stability of a run from its records. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPIKES = 5.0  # times the median gradient norm
 
 @dataclass(frozen=True)
 class Sentence:
-    """A statement, its subject and the number it rests on."""
+    """A statement, its subject and its number."""
 
     about: str  # course, features, gradients, steps, semantics, try
     text: str
@@ -31,7 +31,7 @@ NOTHING = Sentence("try", "Nothing here asks for a change (0 alarms).", 0)
 def diagnose(folder: str | Path) -> list[Sentence]:
     """Describe the loss, oscillation, gradient spikes and skipped steps of a run, and what to try.
 
-    folder: of a run, or the file of an `OscillationProbe` in another loop, which has oscillations and perhaps losses.
+    folder: a run folder, or the file of an `OscillationProbe`.
 
     >>> from scalelong.runs.config import to_yaml
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
@@ -93,7 +93,7 @@ def _gradients(run: Run) -> list[Sentence]:
         return [Sentence("gradients", f"No record has a finite gradient norm ({len(run.train)} records).", 0.0, True)]
     usual = median(norms)
     if not usual:
-        text = f"Gradients are exactly zero in at least half of the {len(norms)} records: nothing is learnt there."
+        text = f"Gradients are exactly zero in at least half of the {len(norms)} records: nothing is learned there."
         return [Sentence("gradients", text, 0.0, True)]
     spikes = sum(peak > SPIKES * usual for peak in peaks)
     largest, at = max(zip(peaks, steps, strict=True), key=lambda pair: pair[0])
@@ -111,7 +111,7 @@ def _block_gradients(run: Run) -> list[Sentence]:
     if not blocks:
         return []
     value, name = max((value, name) for name, value in blocks.items())
-    return [Sentence("gradients", f"The least steady gradient is that of {name}: {value:.0%} between records.", value)]
+    return [Sentence("gradients", f"The least steady block gradient: {name}, {value:.0%} between records.", value)]
 
 
 def _steps(run: Run) -> list[Sentence]:
@@ -121,7 +121,7 @@ def _steps(run: Run) -> list[Sentence]:
 
 
 def _semantics(run: Run) -> list[Sentence]:
-    """How probe accuracy changes with the noise: unimodal while a network generalises, falling once it memorises."""
+    """How probe accuracy changes with the noise: unimodal while a network generalizes, decreasing once it memorizes."""
     if not run.linear_probes:
         return []
     record = run.linear_probes[-1]
@@ -137,13 +137,13 @@ def _semantics(run: Run) -> list[Sentence]:
         close = f"is as high at noise {levels[row.index(max(row[1:]), 1)]:.2g} as at the lowest"
         verdict = f"{close}, within the error of {100 * error:.1f}: unimodal or monotone, undecided"
     elif best == 0:
-        verdict, alarming = "is monotone: it falls from the lowest noise on, as in networks that memorise", True
+        verdict, alarming = "is monotone: it falls from the lowest noise on, as in networks that memorize", True
     elif gain <= error:
         verdict = f"{shape}, which is within the error of {100 * error:.1f}: unimodal or monotone, undecided"
     elif best == len(row) - 1:
         verdict = f"rises up to the highest noise measured, {levels[best]:.2g}; probe higher levels"
     else:
-        verdict = f"is unimodal: it {shape}, as in networks that generalise"
+        verdict = f"is unimodal: it {shape}, as in networks that generalize"
     text = f"Linear-probe accuracy of {record['block']} over noise {verdict} ({len(levels)} levels)."
     return [Sentence("semantics", text, gain, alarming)]
 
@@ -162,7 +162,7 @@ def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
     if number := alarms.get("steps"):
         how = "fp32" if config.training.precision == "fp16" else "a longer --optimizer.warmup-steps"
         now = f"{config.training.precision}, warm-up {optimizer.warmup_steps}"
-        tips.append((f"{how} (now {now}): {number:g} steps were lost", number))
+        tips.append((f"{how} (now {now}): {number:g} steps were skipped", number))
     if (number := alarms.get("course")) is not None:
         tips.append((f"a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}: the loss did not fall", number))
     advice = [Sentence("try", f"Try {tip}.", number) for tip, number in tips]
@@ -170,7 +170,7 @@ def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
 
 
 def _advice_elsewhere(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
-    """For a loop that is not ours: without its settings."""
+    """Advice for other training loops, whose settings are unknown."""
     alarms = {sentence.about: sentence.number for sentence in found if sentence.alarming}
     tips = []
     if (number := alarms.get("features")) is not None:

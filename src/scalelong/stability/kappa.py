@@ -1,10 +1,9 @@
-"""The choice of kappa from the data (Sec. 4.1).
+"""Choose kappa from the data (Sec. 4.1).
 
-The output of a U-shaped network is of size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should be of the size of its target,
+The output of a U-shaped network has size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should match the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
-kappa of CS. No rule chose better than 0.7 (experiments/auto-kappa). The long runs have the unscaled network ahead up to
-`CROSSOVER` steps and CS level with it at the end (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for
-longer ones.
+kappa of CS. No rule beats 0.7 (experiments/auto-kappa). In the long runs the unscaled network leads up to `CROSSOVER`
+steps, and CS ends on par with it (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for longer ones.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from scalelong.runs.settings import ScalingSettings
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
-CROSSOVER = 30_000  # steps from which on CS was level with or ahead of the unscaled network in training loss
+CROSSOVER = 30_000  # steps after which CS matches or beats the unscaled training loss
 TAIL = 0.97  # Sec. 4.1: "more than 97% of the values are smaller than 5"
 _CHUNK = 256
 
@@ -41,7 +40,7 @@ def sum_of_squares(kappa: float, num_skips: int) -> float:
 
 
 def kappa_for_sum(total: float, num_skips: int) -> float:
-    """The kappa in [0, 1] with sum_i kappa^(2(i-1)) = total; 0 or 1 where the total cannot be reached.
+    """The kappa in [0, 1] with sum_i kappa^(2(i-1)) = total, clamped to 0 or 1.
 
     >>> round(kappa_for_sum(1.22, num_skips=6), 2)
     0.42
@@ -71,7 +70,7 @@ class Recommendation:
 
     kappa: float  # the recommended value; 1: no scaling
     middle: float  # the kappa whose sum is the geometric middle of the interval
-    kappa_interval: tuple[float, float]  # for CS with num_skips; 0 means that any small kappa will do
+    kappa_interval: tuple[float, float]  # for CS with num_skips; 0: any small kappa
     sum_interval: tuple[float, float]  # mean and 97% quantile of the ratio
     num_skips: int
     samples: int
@@ -84,7 +83,7 @@ class Recommendation:
 
     @property
     def reasoning(self) -> str:
-        """The derivation of the interval and of the recommended value, in sentences."""
+        """Explain the interval and the recommended value."""
         (mean, tail), (low, high), n = self.sum_interval, self.kappa_interval, self.num_skips
         place = "inside" if low <= USUAL_KAPPA <= high else "above" if high < USUAL_KAPPA else "below"
         reached = math.isclose(sum_of_squares(self.middle, n) ** 2, mean * tail, rel_tol=1e-6)
@@ -93,27 +92,27 @@ class Recommendation:
             f"||{target}||^2 / ||x_t||^2 has mean {mean:.3f} and {TAIL:.0%} quantile {tail:.3f} over {self.samples} "
             f"samples. Sec. 4.1 asks for sum_j kappa_j^2 between the two: with N = {n} skips and kappa_i = kappa^(i-1), "
             f"kappa from {low:.3f} to {high:.3f} (geometric middle {self.middle:.3f}{'' if reached else ', clamped'}). "
-            f"{USUAL_KAPPA:g} is {place} the interval, where the sum is {sum_of_squares(USUAL_KAPPA, n):.3f}; no rule that "
-            "looks at the data or at the initial model chose better by more than the noise, the middle of this interval "
-            f"included. {self.advice}"
+            f"{USUAL_KAPPA:g} is {place} the interval, where the sum is {sum_of_squares(USUAL_KAPPA, n):.3f}; no rule "
+            "based on the data or the initial model, including the middle of this interval, beat it by more than the noise. "
+            f"{self.advice}"
         )
 
     @property
     def advice(self) -> str:
-        """What to use for the length of the training."""
+        """Recommendation for this training length."""
         return advice(self.steps)
 
 
 def advice(steps: int | None) -> str:
-    """What to use for a training of this length, if it is known; by the study of docs/should-i-use-it.md.
+    """Recommendation for this training length, from the study in docs/should-i-use-it.md.
 
     >>> advice(600)
     'But before about 30,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
     """
     early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
     late = (
-        "after that CS was at most 0.2% ahead in training loss and ended level, no more than two unscaled runs differ "
-        "by: expect no clear gain"
+        "after that CS was at most 0.2% ahead in training loss and ended on par, within the difference of two unscaled "
+        "runs: expect no clear gain"
     )
     if steps is None:
         return f"But {early}; {late}. Use no scaling (kappa = 1) for shorter runs, {USUAL_KAPPA:g} or none for longer ones."
@@ -123,7 +122,7 @@ def advice(steps: int | None) -> str:
 
 
 def training_note(scaling: ScalingSettings, steps: int) -> str:
-    """What the study expects of a training, in one line; empty for scalings that it has not compared.
+    """One-line expectation from the study; empty for methods it does not cover.
 
     >>> training_note(ScalingSettings("none"), 600)
     ''
@@ -146,7 +145,7 @@ def recommend_kappa(
     seed: int = 0,
     steps: int | None = None,  # of the training
 ) -> Recommendation:
-    """The interval of Sec. 4.1 for your data, noise process and number of skips, and one kappa; deterministic.
+    """Compute the interval of Sec. 4.1 for data, noise process and number of skips, and recommend a kappa; deterministic.
 
     >>> from scalelong.diffusion import VPSDE
     >>> found = recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=200)
@@ -211,7 +210,7 @@ def squared_norms(values: _Values, objective: Objective, samples: int, seed: int
 
 
 class _Values:
-    """Images from any kind of data as rows of float64 values."""
+    """Rows of float64 values from any kind of data."""
 
     def __init__(self, data: Data, seed: int, scale: float = 1.0, shift: float = 0.0) -> None:
         self.data, self.seed, self.scale, self.shift = data, seed, scale, shift

@@ -1,4 +1,4 @@
-"""Feature and gradient oscillation (Fig. 1), measured in any training loop."""
+"""Measure feature and gradient oscillation (Fig. 1) in any training loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stage
 
 
 class OscillationProbe:
-    """Per block, the mean norm of its output on a fixed batch and the norm of its parameters' gradient.
+    """Record per block the mean output norm on a fixed batch and the norm of the parameters' gradient.
 
     Call `step` in the training loop, after backward and before zero_grad; `trainer_callback` and `lightning_callback` do so.
 
@@ -79,7 +79,7 @@ class OscillationProbe:
             raise ValueError(f"blocks: {missing} returned no tensor when the model ran on the probe batch; omit them")
 
     def step(self, loss: Tensor | float | None = None) -> dict[str, float] | None:
-        """Count a training step; measure and write at every `every`-th, with the loss if it is given."""
+        """Count a training step; measure and write every `every` steps, with the optional loss."""
         self.count += 1
         return self(self.count, self.model, loss)
 
@@ -102,11 +102,11 @@ class OscillationProbe:
 
     @property
     def middle(self) -> str:
-        """The block at the bottom of the U."""
+        """The middle block."""
         return middle_of(self.blocks)
 
     def oscillation(self, block: str = "", what: str = "norm") -> float:
-        """`relative_oscillation` of a block's norm or gradient; default: the middle. nan for less than 2 records."""
+        """`relative_oscillation` of a block's norm or gradient; default: the middle block. nan for fewer than 2 records."""
         norms = [record[key] for record in self.history if (key := f"{what}/{block or self.middle}") in record]
         return relative_oscillation(norms) if len(norms) > 1 else math.nan
 
@@ -116,7 +116,7 @@ class OscillationProbe:
         return f"OscillationProbe({about}, every {self.every} steps, {len(self.history)} records{moved})"
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The norms of the blocks' outputs and gradients over the steps, the middle in bold; a matplotlib figure."""
+        """Plot output and gradient norms over steps, the middle block in bold; returns a matplotlib figure."""
         from matplotlib.figure import Figure
 
         if not self.history:
@@ -171,7 +171,7 @@ class OscillationProbe:
 
 
 def find_stages(model: nn.Module, call: Call) -> list[str]:
-    """The stages of the U: of a known class or known names, else found by tracing the model on a batch.
+    """The stages of the U: by class or names if known, else by tracing.
 
     >>> from torch.nn import Conv2d
     >>> class Net(nn.Module):
@@ -205,7 +205,7 @@ def find_stages(model: nn.Module, call: Call) -> list[str]:
 
 
 def _middle(trace: Trace, innermost: SkipPath) -> list[str]:
-    """The module between the source and the join of the innermost skip: one called middle, or that with the most weights."""
+    """The module between the ends of the innermost skip: by name, or the one with the most weights."""
     inside = [call for call in trace.calls if innermost.source < call.start < call.end <= innermost.join]
     outer = [call for call in inside if call.parent < 0 or trace.calls[call.parent] not in inside]
     main = [call for call in outer if any(trace.leads_to(node, innermost.join) for node in call.returned)]

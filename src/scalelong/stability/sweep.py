@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 def sweep(
     preset: RunConfig, methods: Sequence[str], seeds: Sequence[int], steps: int | None = None
 ) -> dict[str, RunConfig]:
-    """The preset with each method, as "cs" or with its kappa as "cs:0.5", and each seed, by name.
+    """Configurations of a preset for each method ("cs", or with kappa "cs:0.5") and seed, by name.
 
     >>> list(sweep(RunConfig(), ["none", "cs:0.5"], seeds=[0, 1]))
     ['none-seed0', 'none-seed1', 'cs0.5-seed0', 'cs0.5-seed1']
@@ -49,7 +49,7 @@ def sweep(
 
 
 def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> None:
-    """Train or resume one run after the other, so that their times compare."""
+    """Train or resume runs sequentially, so their times are comparable."""
     for position, (name, config) in enumerate(configs.items(), 1):
         if is_main_rank():
             logger.info("run %d of %d: %s", position, len(configs), name)
@@ -58,7 +58,7 @@ def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> None:
 
 
 def train_in_parallel(configs: Mapping[str, RunConfig], out: Path) -> None:
-    """Train or resume as many runs at a time as there are cores, one thread and one progress bar each."""
+    """Train or resume runs in parallel, one per core, each with one thread and a progress bar."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(configs), cores), spawn, _start_worker) as pool:
@@ -74,7 +74,7 @@ def _start_worker() -> None:
 
 
 def _train(config: RunConfig, folder: Path) -> int | None:
-    """Train with a probe; the step at which the run was asked to stop, if it was."""
+    """Train with a probe; return the step at which the run was stopped, if any."""
     trainer = Trainer(config, folder)
     probe = OscillationProbe(trainer.model, trainer.probe_inputs(), every=config.training.log_every)
     trainer.observers.append(probe)

@@ -1,4 +1,4 @@
-"""Does the best learning rate, or kappa, of a narrow network hold for a wide one? A grid of short runs."""
+"""Measure transfer of the best learning rate or kappa across widths with a grid of short runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def transfer_grid(
     seeds: Sequence[int] = (0,),
     parametrizations: Sequence[str] = PARAMETRIZATIONS,
 ) -> dict[Point, RunConfig]:
-    """The preset at every width, rate, kappa and seed in both parametrizations; the first width is the base of muP.
+    """Configurations for every width, rate, kappa and seed in both parametrizations; the first width is the muP base.
 
     >>> from scalelong.runs.presets import get_preset
     >>> [point.name for point in transfer_grid(get_preset("digits-demo"), (32, 64), (1e-3,), parametrizations=("mup",))]
@@ -80,9 +80,9 @@ def transfer_grid(
 
 
 def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point]:
-    """Train what is not trained yet, in folders below `out`, and return the points with their losses.
+    """Train missing runs in folders below `out` and return the points with their losses.
 
-    They are also in `out`/transfer.json, which is written after every run.
+    `out`/transfer.json is updated after every run.
     """
     out, points = Path(out), []
     for position, (point, config) in enumerate(grid.items(), 1):
@@ -106,7 +106,7 @@ def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point
 
 
 def final_loss(folder: Path) -> float:
-    """Mean training loss over the last tenth of a run's records; all widths see the same images, times and noises."""
+    """Mean training loss over the last tenth of a run's records; all widths see the same images, times and noise."""
     losses = [record["loss"] for record in read_events(folder)[0] if record["kind"] == "train"]
     if not losses:
         raise ValueError(f"{folder / METRICS}: holds no training record; lower training.log_every")
@@ -115,7 +115,7 @@ def final_loss(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best value of one parametrization at one width, over the mean of its seeds."""
+    """The best value of one parametrization at one width, by mean loss over seeds."""
 
     parametrization: str
     width: int
@@ -125,7 +125,7 @@ class Optimum:
 
 
 def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
-    """The best rate (over="lr") or kappa at every width; values where a seed diverged or that have fewer do not count.
+    """The best rate (over="lr") or kappa at every width; ignores values with diverged or missing seeds.
 
     >>> runs = [Point("mup", width, lr, 0.7, 0, loss=(lr - 1e-3) ** 2) for width in (64, 128) for lr in (1e-3, 2e-3)]
     >>> [(found.width, found.best) for found in optima(runs)]
@@ -141,7 +141,7 @@ def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
 
 
 def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple[dict[float, float], int]:
-    """Mean loss by value, of the values that were trained with the most seeds and did not diverge; and that many seeds."""
+    """Mean loss per value with the most seeds and no divergence, and the number of seeds."""
     curve = dict(_curve(points, kind, width, over))
     mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
     seeds = {value: len({point.seed for point in mine if getattr(point, over) == value}) for value in curve}
@@ -150,7 +150,7 @@ def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple
 
 
 def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
-    """(value, mean loss over seeds), at the best of the other value; inf where a seed diverged."""
+    """(value, mean loss over seeds) at the best other value; inf if a seed diverged."""
     other, mine = (
         "kappa" if over == "lr" else "lr",
         [p for p in points if (p.parametrization, p.width) == (kind, width)],
@@ -165,7 +165,7 @@ def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterato
 
 
 def summary(points: Sequence[Point], over: str = "lr") -> str:
-    """The best value at every width, the factor by which it moves, and whether wider is better at the base's best."""
+    """The best value at every width, the factor by which it moves, and whether wider is better at the base's best value."""
     found, lines = optima(points, over), [f"{'':9} {'width':>6} {'best ' + over:>10} {'loss':>9} {'seeds':>6}"]
     for kind in dict.fromkeys(each.parametrization for each in found):
         rows = [each for each in found if each.parametrization == kind]
@@ -173,15 +173,15 @@ def summary(points: Sequence[Point], over: str = "lr") -> str:
         moved = max(row.best for row in rows) / min(row.best for row in rows)
         held = [dict(_curve(points, kind, row.width, over)).get(rows[0].best, math.inf) for row in rows]
         wider = all(later <= earlier for earlier, later in pairwise(held))
-        better = "is never worse" if wider else "is worse somewhere"
+        better = "is never worse" if wider else "is sometimes worse"
         lines.append(f"{kind:9} the best {over} moves by a factor of {moved:.3g}; at {rows[0].best:g}, wider {better}")
     return "\n".join(lines)
 
 
 def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
-    """Loss against the rate (or kappa), one line per width, one panel per parametrization.
+    """Plot loss against rate or kappa, one line per width, one panel per parametrization.
 
-    Thin lines are single seeds; thick ones their means, where all seeds were trained; rings are the best values.
+    Thin lines: single seeds; thick lines: means over all seeds; circles: best values.
     """
     import matplotlib
 

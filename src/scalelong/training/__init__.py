@@ -1,4 +1,4 @@
-"""Training: settings, the step, the loop, checkpoints, and sampling from a trained run."""
+"""Training: settings, step, loop, checkpoints, and sampling from a trained run."""
 
 from scalelong.runs.config import from_yaml, to_yaml
 from scalelong.runs.events import read_events

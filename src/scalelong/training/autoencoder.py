@@ -1,4 +1,4 @@
-"""Train a small autoencoder for latent diffusion: reconstruction and a little KL, in minutes on a CPU."""
+"""Train a small KL autoencoder for latent diffusion, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ GRID = "reconstructions.png"
 
 @dataclass(frozen=True)
 class AutoencoderSettings:
-    """The network and how it is trained."""
+    """Network and training settings."""
 
     widths: tuple[int, ...] = (16, 32)  # channels per level; every level after the first halves the image
     latent_channels: int = 4
     layers: int = 1  # per level
     steps: int = 1500
     batch_size: int = 32
-    lr: float = 2e-3  # falls to zero along a cosine
+    lr: float = 2e-3  # cosine decay to zero
     loss: Literal["l1", "l2"] = "l1"
     kl: float = 1e-4  # weight of the KL to N(0, 1), per latent value
     flip: bool = True
@@ -114,7 +114,7 @@ def _losses(model: Any, images: Tensor, index: Tensor, settings: AutoencoderSett
 
 
 def _finish(model: Any, source: Source, settings: AutoencoderSettings, folder: Path) -> tuple[int, float, float]:
-    """Measure, set the scaling factor so that latents have unit variance, and write; (images, PSNR, factor)."""
+    """Set the scaling factor for unit variance, evaluate and save; return (images, PSNR, factor)."""
     model.eval().requires_grad_(False)
     count = min(len(source), 512)
     images = source.prepare(source.read_many(range(count)), settings.seed, torch.arange(count), None)
@@ -132,5 +132,5 @@ def _finish(model: Any, source: Source, settings: AutoencoderSettings, folder: P
     (folder / "training.json").write_text(json.dumps({**asdict(settings), **measured}, indent=1) + "\n")
     shown = torch.linspace(0, count - 1, min(count, 24) // 8 * 8 or count).long()
     pairs = [rows[part] for part in torch.split(shown, 8) for rows in (images, torch.cat(decoded))]
-    save_grid(to_uint8(torch.cat(pairs)), folder / GRID, columns=8)  # rows of originals above their reconstructions
+    save_grid(to_uint8(torch.cat(pairs)), folder / GRID, columns=8)  # alternating rows of originals and reconstructions
     return count, psnr, scale

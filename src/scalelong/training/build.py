@@ -1,4 +1,4 @@
-"""From a configuration to what it names: validate it, then build the model and the objective."""
+"""Validate a configuration and build its model and objective."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GROUPS = 32  # of the UNets' group norms
 
 
 def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -> RunConfig:
-    """Return the configuration if its values are valid together; else raise a ValueError that names the key.
+    """Return the configuration if its settings are consistent; else raise a ValueError that names the key.
 
     >>> check_config(RunConfig()).scaling.method
     'cs'
@@ -50,7 +50,7 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     resolve_sampling(sampling, build_objective(config).process)
     if optimizer.name == "muon" and config.mup.base_width:
         raise ValueError(
-            "optimizer.name: the rates of mup are those of Adam, got 'muon'; use adamw, or no mup.base_width"
+            "optimizer.name: mup supports Adam's learning rates only, got 'muon'; use adamw, or no mup.base_width"
         )
     if optimizer.name == "muon" and not hasattr(torch.optim, "Muon"):
         raise ValueError(f"optimizer.name: muon needs torch 2.9 or newer, this is {torch.__version__}; use adamw")
@@ -62,14 +62,14 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     size, parts = training.batch_size, training.accumulate
     multiple = f"a multiple of {world_size * parts} ({world_size} ranks x {parts} micro-batches)"
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
-    if parts > 1 and training.compile == "reduce-overhead":  # it replays a step over its own gradients
+    if parts > 1 and training.compile == "reduce-overhead":  # CUDA graphs overwrite accumulated gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
     if training.compile == "step":
         _check_fast(config, world_size)
     if training.shard == "full":
         _check_shard(config, world_size)
     check_distillation(config.distillation, size // (world_size * parts))
-    if config.distillation.weight and training.compile == "reduce-overhead":  # its graphs own the features of the tap
+    if config.distillation.weight and training.compile == "reduce-overhead":  # CUDA graphs own the features of the tap
         raise ValueError("training.compile: reduce-overhead does not go with distillation.weight; use default")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
@@ -84,7 +84,7 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
 
 
 def _check_fast(config: RunConfig, world_size: int) -> None:
-    """What the step of `training.fast` does not support."""
+    """Reject settings that `training.fast` does not support."""
     training = config.training
     for wrong, name in (
         (config.optimizer.name != "adamw", f"optimizer.name = {config.optimizer.name}"),
@@ -97,7 +97,7 @@ def _check_fast(config: RunConfig, world_size: int) -> None:
 
 
 def _check_shard(config: RunConfig, world_size: int) -> None:
-    """What FSDP2 cannot do, or what is not supported with it."""
+    """Reject settings that are not supported with FSDP2."""
     training = config.training
     for wrong, reason in (
         (world_size == 1, "needs several ranks; start it with torchrun, or use none"),
@@ -115,7 +115,7 @@ def _check_shard(config: RunConfig, world_size: int) -> None:
 
 
 def _check_shape(config: RunConfig) -> None:
-    """What the backbone requires, as far as it does not depend on the data."""
+    """Check the requirements of the backbone that do not depend on the data."""
     model = config.model
     if model.backbone == "unet":
         require(len(model.channels) <= 8, "model.channels", "at most 8 levels", model.channels)
@@ -126,7 +126,7 @@ def _check_shape(config: RunConfig) -> None:
 
 
 def _check_memory(config: RunConfig, shape: Shape, conditioning: Conditioning) -> None:
-    """Refuse a model whose weights, or a batch whose images, do not fit into memory: building them would end the process."""
+    """Reject models and batches that do not fit into memory."""
     model, training, (channels, height, width) = config.model, config.training, shape
     if model.backbone == "uvit":
         tokens = (height // model.patch_size) * (width // model.patch_size) + conditioning.text_tokens
@@ -145,7 +145,7 @@ def _check_memory(config: RunConfig, shape: Shape, conditioning: Conditioning) -
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """CPU random numbers inside are a function of the seed; every random state is restored afterwards."""
+    """Seed the CPU generator; restore all random states afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the other devices too
         yield
@@ -162,9 +162,9 @@ def build_objective(config: RunConfig) -> Objective:
 
 
 def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UNCONDITIONAL) -> nn.Module:
-    """The scaled backbone for images of this shape, with weights that are a function of the seed.
+    """Build the scaled backbone for images of this shape, with deterministic weights.
 
-    The backbone is built before the gates, so every method starts from the same weights. With mup.base_width, in muP.
+    The backbone is built before the gates, so every method starts from the same weights. mup.base_width selects muP.
     """
     if shape[1] != shape[2]:
         raise ValueError(f"data.image_size: images must be square, got {shape[1]} x {shape[2]}; set data.image_size")
@@ -187,7 +187,7 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
 
 
 def at_width(settings: ModelSettings, width: int, key: str = "mup.base_width") -> ModelSettings:
-    """The same network at another width; heads keep their size where the width allows it, else their number."""
+    """The same network at another width; keeps the head size if the width allows it, else the number of heads."""
     if settings.backbone == "uvit":
         head = settings.dim // settings.heads
         heads = settings.heads if width % head else width // head
@@ -235,7 +235,7 @@ def _uvit_config(settings: ModelSettings, shape: Shape, conditioning: Conditioni
 
 
 def _unet(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
-    """The UNet of DDPM or IDDPM, whose class embedding is added to the time; for text, one with cross attention."""
+    """The UNet of DDPM or IDDPM, or one with cross attention for text."""
     count, size = len(settings.channels), shape[1]
     if size % 2 ** (count - 1):
         halved = f"{count} levels halve the image {count - 1} times, but {size} is not divisible by {2 ** (count - 1)}"

@@ -1,7 +1,4 @@
-"""Checkpoints: complete or absent.
-
-A checkpoint is safetensors, JSON and a manifest of hashes, staged, synced and renamed. Nothing is ever unpickled.
-"""
+"""Atomic checkpoints: safetensors, JSON and a manifest of hashes; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ Tensors = Mapping[str, Mapping[str, Tensor]]  # by group: model, ema, optimizer
 def save_checkpoint(
     folder: Path, step: int, groups: Tensors, state: dict[str, Any], keep: int, config: str = ""
 ) -> None:
-    """Write folder/step-N and remove all but the newest `keep`; an error leaves those before as they were.
+    """Write folder/step-N and remove all but the newest `keep`; on error existing checkpoints are unchanged.
 
-    `config` is a copy of the run's config.yaml, for the case that it is lost.
+    `config` is a backup of the run's config.yaml.
     """
     remove_leftovers(folder)
     try:
@@ -66,7 +63,7 @@ def _write(home: Path, groups: Tensors, state: dict[str, Any], config: str) -> N
 
 
 def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and state of a checkpoint, or of one of its groups, after verifying its hashes."""
+    """Load the tensors and state of a checkpoint (or one group) after verifying its hashes."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint; remove that folder")
     hashes = _read_object(path / MANIFEST)
@@ -88,7 +85,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
 
 
 def load_newest(folder: Path, only: str = "") -> tuple[Path, Tensors, dict[str, Any]] | None:
-    """The newest intact checkpoint (or one group of it), with a warning for each damaged one; None if there is none."""
+    """Load the newest intact checkpoint (or one group), warning about damaged ones; None if there is none."""
     damaged = []
     for path in reversed(steps_in(folder).values()):
         try:
@@ -102,7 +99,7 @@ def load_newest(folder: Path, only: str = "") -> tuple[Path, Tensors, dict[str, 
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder by step, oldest first; other entries are named in a warning and ignored."""
+    """The checkpoints in a folder by step, oldest first; warns about other entries."""
     found = {}
     for path in folder.glob("step-*"):
         if (step := step_number(path.name)) is not None and path.is_dir() and not path.is_symlink():
@@ -130,7 +127,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`, for the parameters of this optimizer; rate and betas stay its own."""
+    """Inverse of `optimizer_tensors`; learning rate and betas are kept."""
     position = {name: i for i, name in enumerate(_names(optimizer, model))}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -147,7 +144,7 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
 
 
 def check_never_saved(folder: Path) -> None:
-    """Raise if a run without checkpoints once wrote some: a lost checkpoint must not go unnoticed."""
+    """Raise if the records mention checkpoints that no longer exist."""
     records = read_events(folder)[0] if (folder / METRICS).is_file() else []
     saved = [record["step"] for record in records if record.get("kind") == CHECKPOINT_KIND]
     if saved:

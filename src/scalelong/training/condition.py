@@ -1,6 +1,6 @@
-"""The condition of a run: none, a class or a text, held as one table of rows.
+"""Conditioning of a run: none, class or text.
 
-Which samples are trained with the null condition is a function of the seed and the global sample index.
+The null condition is chosen by seed and global sample index.
 Shapes: n rows, B samples; a row is () for a class and (T, D) for a text.
 """
 
@@ -25,7 +25,7 @@ _RESIDENT_BYTES = 2**31
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Keyword arguments of the network for training samples and for images to be sampled.
+    """The network's conditioning arguments for training and sampling.
 
     >>> labels = Condition(torch.device("cpu"), name="class_labels", choices=torch.tensor([3, 7]))
     >>> labels.for_samples(torch.arange(4))
@@ -36,13 +36,13 @@ class Condition:
     conditioning: Conditioning = field(default_factory=Conditioning)
     name: str = ""  # the network's argument; "": unconditional
     rows: Tensor | None = None  # (n, ...), one for each item, or caption, of the data
-    choices: Tensor | None = None  # (k, ...), taken in turn by `for_samples`; None: rows of the data in a random order
+    choices: Tensor | None = None  # (k, ...), used in turn by `for_samples`; None: random rows of the data
     null: Tensor | None = None  # (...), the null condition
     drop: float = 0.0
     seed: int = 0
 
     def for_batch(self, batch: Batch) -> dict[str, Tensor]:
-        """Each training sample's own condition, or the null condition for a share `drop` of the samples."""
+        """Conditions of training samples; a fraction `drop` gets the null condition."""
         if not self.name:
             return {}
         own = batch.labels if self.name == "class_labels" and batch.labels is not None else self._at(batch.captions)
@@ -52,13 +52,13 @@ class Condition:
         return {self.name: torch.where(per_sample(kept, own), own, self.null)}
 
     def for_samples(self, index: Tensor) -> dict[str, Tensor]:
-        """For images to look at: image i gets the i-th choice, by default the classes in turn."""
+        """Conditions for sample grids: image i gets the i-th choice, by default all classes in turn."""
         if self.choices is None:
             return self.from_data(index)
         return {self.name: self.choices[index.to(self.device) % len(self.choices)]}
 
     def from_data(self, index: Tensor) -> dict[str, Tensor]:
-        """For images to measure: conditions as frequent as in the data."""
+        """Conditions for evaluation, distributed as in the data."""
         if not self.name:
             return {}
         if self.rows is None:
@@ -69,7 +69,7 @@ class Condition:
         return {self.name: self._at(rows)} if self.name else {}
 
     def null_condition(self, sampling: SamplingSettings) -> dict[str, Tensor] | None:
-        """The null condition of one sample, for guidance; None where `sampling` does not guide."""
+        """The null condition of one sample; None without guidance."""
         if sampling.guidance == 1:
             return None
         if self.null is None:
@@ -85,7 +85,7 @@ class Condition:
 
 
 def make_condition(config: RunConfig, source: Source, device: torch.device) -> Condition:
-    """The condition of a run on this data, or a ValueError that names what the data lacks."""
+    """Build the conditioning of a run; raise a ValueError if the data lacks labels or captions."""
     settings, root = config.condition, config.data.root
     if settings.kind == "class":
         if source.labels is None or not source.num_classes:
@@ -104,7 +104,7 @@ def make_condition(config: RunConfig, source: Source, device: torch.device) -> C
 
 
 def choose_classes(config: RunConfig, known: Conditioning, chosen: Sequence[str], device: torch.device) -> Condition:
-    """Sample these classes, by number or by name or the class "null", in turn; none chosen: every class in turn."""
+    """Sample these classes (numbers, names or "null") in turn; default: every class."""
     settings = config.condition
     if settings.kind != "class":
         raise ValueError(f"classes: the run's condition is {settings.kind}; leave them out")

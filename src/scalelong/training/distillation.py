@@ -1,9 +1,9 @@
-"""Contrastive self-distillation, an extra loss on the features of one block; inspired by DDAE++, and a reconstruction.
+"""Contrastive self-distillation: an extra loss on the features of one block; inspired by DDAE++.
 
-The student's view of an image is the training sample itself. The teacher, the averaged weights, sees the image under another
-augmentation with its own noise and t. Heads project the pooled features; the teacher's head is averaged with its weights.
+The student sees the training sample itself. The teacher (the EMA weights) sees the image with a different augmentation, noise
+and t. Heads project the pooled features; the teacher's head is part of the EMA.
 
-Everything random is a function of the seed and the sample index, so a resumed run is bit-identical.
+All randomness is a function of seed and sample index, so resuming is bit-exact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = "distillation_head"  # attribute of the model, so that optimizer, average
 
 
 class DistillationHead(nn.Module):
-    """Projects pooled features onto the unit sphere; `predictor` is the student's, for the form without negatives."""
+    """Project pooled features onto the unit sphere; `predictor` is used by the student without negatives."""
 
     def __init__(self, width: int, settings: DistillationSettings) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def keep_output(module: nn.Module, _args: Any, output: Any) -> None:
 
 
 def remove_head(model: nn.Module) -> None:
-    """Drop the head of a model that is trained, if it has one."""
+    """Remove the head of a trained model, if any."""
     if HEAD not in model._modules:
         return
     delattr(model, HEAD)
@@ -91,7 +91,7 @@ class Distillation:
         self.network = as_network(teacher)  # `Stepper` compiles it
 
     def __call__(self, batch: Batch, condition: dict[str, Tensor]) -> Tensor:
-        """weight * loss; the gradient flows into the student alone."""
+        """weight * loss; gradients flow into the student only."""
         student = self._embed(self.model, student=True)
         with torch.no_grad():
             low, high = self.settings.t_range

@@ -1,4 +1,4 @@
-"""Steps that went wrong: a loss or gradient that is not finite, a loss far above its running mean. What to do then."""
+"""Policies for non-finite losses or gradients and for loss spikes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WARM_UP = 10  # steps before the first spike
 
 
 class Guard:
-    """The policies at bad steps: training.on_nonfinite and training.on_spike.
+    """Apply training.on_nonfinite and training.on_spike.
 
-    The limit of a step's loss is known when the step is launched: it comes from the losses up to two steps before, on
-    every rank and in a resumed run alike.
+    The loss limit of a step is computed from the losses up to two steps before, so it is known when the step is launched and
+    identical on every rank and after resuming.
     """
 
     def __init__(self, settings: TrainingSettings) -> None:
@@ -33,7 +33,7 @@ class Guard:
         self._mean, self._before, self._count = 0.0, 0.0, 0  # of the loss; `before`: without the last step
 
     def limit(self, unread: bool) -> float:
-        """The largest loss that is no spike; `unread`: the step before has not been reviewed yet."""
+        """The largest loss that is not a spike; `unread`: the previous step has not been reviewed yet."""
         if self._count - (not unread) < _WARM_UP or not protected("guard.spikes"):
             return math.inf
         return self.settings.spike_factor * (self._mean if unread else self._before)
@@ -43,7 +43,7 @@ class Guard:
         return math.inf if self.settings.on_spike == "warn" else self.limit(unread)
 
     def review(self, step: int, result: StepResult, suspects: Callable[[], list[Suspect]]) -> dict[str, Any] | None:
-        """None for a good step, else a record of what was wrong and of the policy; may raise a NonFiniteError."""
+        """None for a good step, else a record of the problem and the policy; may raise a NonFiniteError."""
         limit, known = self.limit(unread=False), step in self.avoid
         spike = result.finite and not result.overflow and result.loss > limit
         self._add(result.loss if result.finite and not spike and not known else None)
@@ -83,7 +83,7 @@ class Guard:
         return {"skipped": self.skipped, "avoid": sorted(self.avoid), "rewinds": self.rewinds, "losses": losses}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; rewinds since that checkpoint stay counted."""
+        """Inverse of `state`; rewinds since that checkpoint still count."""
         self.skipped = list(state["skipped"])
         self.avoid |= set(state["avoid"])
         self.rewinds = max(self.rewinds, state["rewinds"])

@@ -1,4 +1,4 @@
-"""What surrounds a run: the signals that ask it to stop, and what it runs on."""
+"""Signals that stop a run, and the environment record."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from scalelong.failpoints import protected
 
 logger = logging.getLogger(__name__)
 
-_SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C is meant
+_SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C counts
 
 
 @contextmanager
 def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM, SIGHUP and the first Ctrl-C call `stop`; another Ctrl-C seconds later interrupts at once."""
+    """Call `stop` on SIGTERM, SIGHUP and the first Ctrl-C; a second Ctrl-C seconds later interrupts."""
     first = 0.0
 
     def handle(number: int, _frame: object) -> None:
         nonlocal first
         if number == signal.SIGINT and first and time.monotonic() - first > _SECOND_INTERRUPT:
-            raise KeyboardInterrupt  # not sooner: launchers repeat the signal that the terminal sent to all
+            raise KeyboardInterrupt  # launchers forward the signal that the terminal sent to all
         if not first:
             logger.warning("asked to stop (%s): saving after this step", signal.Signals(number).name)
         first = first or time.monotonic()

@@ -1,4 +1,4 @@
-"""The training loop; the same call again resumes, bit-identically."""
+"""The training loop, with bit-exact resume."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from scalelong.training.step import Pending, Stepper, Window, learning_rate, sam
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 3.0  # seconds for a worker that hangs, once asked to stop
+_PATIENCE = 3.0  # seconds to wait for a hanging worker when stopping
 
-# (step, model with gradients) -> values to record, as records of the observer's `kind`, by default "probe"
+# (step, model with gradients) -> values to record, under the observer's `kind` (default "probe")
 Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
 
 
 class Trainer:
-    """A training run on one rank; `train` is the short form.
+    """A training run on one rank; see also `train`.
 
     >>> from scalelong.runs.presets import get_preset
     >>> trainer = Trainer(get_preset("digits-demo"), "my-run", [lambda step, model: {"step_twice": 2 * step}])
@@ -78,7 +78,7 @@ class Trainer:
         if self.ranks.is_main_process and protected("folder.early"):
             check_folder(self.folder, config)
         failpoint("build.source")
-        with self.ranks.main_first():  # the others find what it fetched, unpacked or encoded
+        with self.ranks.main_first():  # downloads, unpacks or encodes for the others
             self.source = build_source(config)
             self.condition = make_condition(config, self.source, self.device)
         self.model = build_model(config, self.source.shape, self.condition.conditioning).to(self.device)
@@ -104,13 +104,13 @@ class Trainer:
         self.guard = Guard(training)
         self.step, self.seconds, self.window = 0, 0.0, Window()
         self.to_pixels = load_pixels(self.trained(), self.device)
-        self.pending: Pending | None = None  # the last step's numbers, not read yet
+        self.pending: Pending | None = None  # results of the last step, not read yet
         self.stop_requested = False  # on this rank
         self.stopping = False  # on some rank, known to all
         self._events: Events | None = None  # on the main rank
 
     def run(self) -> Path:
-        """Train to the end (or until asked to stop) and return the run's folder."""
+        """Train to the end, or until stopped, and return the run folder."""
         training, is_main = self.config.training, self.ranks.is_main_process
         try:
             resumed = self._resume()
@@ -145,7 +145,7 @@ class Trainer:
         return self.folder
 
     def _train(self) -> None:
-        """The loop. The numbers of a step are read after the next one was launched, so that the device never waits."""
+        """The loop. The results of a step are read after the next one is launched, so the device never waits."""
         training = self.config.training
         self._start_batches()
         while self.step < training.steps and not self.stopping:
@@ -189,7 +189,7 @@ class Trainer:
         self._batches = self.loader.batches(indices)
 
     def _read_pending(self) -> bool:
-        """Read the last step's numbers; False if the run was rewound because of them."""
+        """Read the last step's results; False if the run was rewound."""
         if self.pending is None:
             return True
         pending, self.pending = self.pending, None
@@ -204,7 +204,7 @@ class Trainer:
         return bad is None or bad["policy"] != "rewind"
 
     def _rewind(self) -> None:
-        """Return to the newest checkpoint; the step that went wrong is skipped when it comes again."""
+        """Return to the newest checkpoint; the bad step will be skipped."""
         self.stepper.discard()
         self._resume()
         self._start_batches()
@@ -213,13 +213,13 @@ class Trainer:
             self._events.rewind(self.step)
 
     def _is_due(self) -> bool:
-        """True if something is written after this step, so that its numbers are needed now."""
+        """True if something is written after this step, so its results are needed now."""
         training = self.config.training
         every = (training.log_every, training.checkpoint_every, training.sample_every or training.steps)
         return self.step == training.steps or any(self.step % interval == 0 for interval in every)
 
     def _write_due(self, last: bool) -> None:
-        """Write what is due after this step: a record, a checkpoint, a grid of samples."""
+        """Write the record, checkpoint and sample grid that are due after this step."""
         training, step = self.config.training, self.step
         if step % training.log_every == 0 or last:
             window, self.window = self.window, Window(since=self.seconds)
@@ -246,12 +246,12 @@ class Trainer:
             self._events.write(self.step, kind, values)
 
     def trained(self) -> TrainedRun:
-        """The averaged weights at this step."""
+        """The EMA weights at this step."""
         about = (self.source.shape, self.step, self.condition.conditioning, self.source.fingerprint)
         return TrainedRun(self.folder, self.config, self.ema.model, self.objective, *about)
 
     def probe_inputs(self, size: int = 32) -> dict[str, Tensor]:
-        """A fixed batch as keyword arguments of the model: the first images of the data with their conditions."""
+        """A fixed batch of the first images as keyword arguments of the model."""
         source, process = self.source, self.objective.process
         index = torch.arange(min(size, len(source)))
         on_device = index.to(self.device)
@@ -290,7 +290,7 @@ class Trainer:
         self.ranks.barrier()
 
     def _resume(self) -> bool:
-        """Load the newest intact checkpoint, or stay at step 0 and return False if there never was one."""
+        """Load the newest intact checkpoint; return False if none was ever written."""
         newest = load_newest(self.folder / CHECKPOINTS)
         if newest is None:
             check_never_saved(self.folder)
@@ -332,12 +332,12 @@ class Trainer:
         self.loader.worker_timeout = min(self.loader.worker_timeout, _PATIENCE)
 
     def is_stopping(self) -> bool:
-        """True once any rank was asked to stop: what takes long, an evaluation, is given up then."""
+        """True once any rank was asked to stop; aborts running evaluations."""
         return self.ranks.announced("stop", self.stop_requested)
 
 
 def train(config: RunConfig, folder: str | Path, observers: Sequence[Observer] = ()) -> Path:
-    """Train what `config` describes into `folder`; the same call again resumes.
+    """Train `config` into `folder`; calling it again resumes.
 
     >>> from scalelong.runs.settings import ModelSettings, TrainingSettings
     >>> model = ModelSettings(patch_size=4, dim=16, depth=4, heads=2)

@@ -1,4 +1,4 @@
-"""AdamW or Muon with the learning rates of muP, and the average of the weights."""
+"""AdamW or Muon with muP learning rates, and EMA of the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scalelong.runs.settings import OptimizerSettings
 
 
 def make_optimizers(settings: OptimizerSettings, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters; or Muon for the weights of linear layers, with updates as large as AdamW's, and AdamW for
-    the others: embeddings, convolutions, norms, biases, and the output layer of the U-ViT."""
+    """AdamW for all parameters; or Muon for linear weights, with updates matched to AdamW's size, and AdamW for embeddings,
+    convolutions, norms, biases and the output layer of U-ViT."""
     decay = settings.weight_decay
     if settings.name == "adamw":
         groups = param_groups(model, settings.lr, decay)
@@ -26,7 +26,7 @@ def make_optimizers(settings: OptimizerSettings, model: nn.Module) -> list[torch
 
 
 class EMA:
-    """An exponential moving average of the weights, warmed up; unlike torch's AveragedModel it never syncs the device.
+    """Exponential moving average of the weights with warm-up; unlike torch's AveragedModel it never syncs the device.
 
     >>> model = nn.Linear(2, 1)
     >>> ema = EMA(model, decay=0.9999)
@@ -46,15 +46,15 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Average in the weights after optimizer step `step`; buffers are copied."""
+        """Update the average after optimizer step `step`; buffers are copied."""
         torch._foreach_lerp_(*self._weights, 1 - self.decay_at(step))
         self.copy_buffers()
 
     def gather(self) -> None:
-        """Bring `model` up to date, where the average is sharded; all ranks take part."""
+        """Update `model` if the average is sharded; a collective operation."""
 
     def scatter(self) -> None:
-        """The inverse of `gather`, after `model` was loaded."""
+        """Inverse of `gather`, after loading `model`."""
 
     def decay_at(self, step: int) -> float:
         return min(self.decay, (1 + step) / (10 + step))

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they find each other, wait for each other, and name the one that no longer answers."""
+"""Rendezvous, barriers and heartbeats of the ranks of a run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BEAT_SECONDS = 2.0
 
 
 class Ranks:
-    """This process among the ranks that torchrun or accelerate started; alone without them.
+    """This process among the ranks of torchrun or accelerate; a single rank without them.
 
-    Each rank counts in the store that all share, from a thread. A rank that stops counting for `timeout` seconds is dead
-    or stopped, on this machine also one whose process is gone; one that counts may take as long as it needs in `barrier`,
-    while gradients are waited for `timeout` seconds.
+    A thread of each rank sends heartbeats to the shared store. A rank without a heartbeat for `timeout` seconds, or on this
+    machine without a process, is dead or stopped. `barrier` waits as long as all ranks are alive; gradient collectives time
+    out after `timeout` seconds.
     """
 
     _runs = 0
@@ -49,7 +49,7 @@ class Ranks:
         self._closed = threading.Event()
         self._barriers, self._seen = 0, dict.fromkeys(range(self.num_processes), ("", time.monotonic()))
         if self.num_processes > 1:
-            Ranks._runs += 1  # a run of its own names in the store
+            Ranks._runs += 1  # a unique name per run in the store
             store = dist.distributed_c10d._get_default_store()
             self._store = dist.distributed_c10d.PrefixStore(f"run {Ranks._runs}", store)
             self._pids: dict[int, int] = {}  # of the ranks on this machine
@@ -63,13 +63,13 @@ class Ranks:
             return
         self._barriers += 1
         self._gather(f"here {self._barriers}", self.num_processes)
-        if self.is_main_process:  # leaves last: the store may be its own
+        if self.is_main_process:  # leaves last: it may host the store
             self._gather(f"left {self._barriers}", self.num_processes)
         else:
             self._store.add(f"left {self._barriers}", 1)
 
     def _gather(self, name: str, count: int) -> None:
-        """Count this rank in and wait for the others."""
+        """Register this rank and wait for the others."""
         self._store.add(name, 1)
         wait = 0.001
         while self._store.add(name, 0) < count:
@@ -79,7 +79,7 @@ class Ranks:
                 raise RuntimeError(self._sentence(silent))
 
     def announced(self, name: str, here: bool) -> bool:
-        """Whether `here` is true on this rank or was true on another; sets a flag in the shared store."""
+        """True if `here` is or was true on any rank; sets a flag in the shared store."""
         if self.num_processes == 1:
             return here
         if here:
@@ -101,7 +101,7 @@ class Ranks:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Errors of the ranks' communication name the rank that caused them."""
+        """Name the rank that caused a communication error."""
         try:
             yield
         except ScaleLongError:
@@ -112,7 +112,7 @@ class Ranks:
             raise explained from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """The error with the rank that caused it, where another one is dead, stopped or behind; else as it is."""
+        """Add the rank that caused the error if it is dead, stopped or behind; else return the error unchanged."""
         if self.num_processes == 1 or not protected("ranks.explain"):
             return error
         self._silent(0)
@@ -134,9 +134,9 @@ class Ranks:
         return f"ranks: rank {names} {why}; training.rank_timeout is {self._timeout:g} s, run the same command again"
 
     def _silent(self, seconds: float) -> list[int]:
-        """The other ranks that are gone, or have not counted for more than `seconds`."""
+        """The other ranks that are gone or without a heartbeat for more than `seconds`."""
         now = time.monotonic()
-        reader = threading.Thread(target=self._read, daemon=True)  # the store itself may be on a rank that is stopped
+        reader = threading.Thread(target=self._read, daemon=True)  # the store may be hosted by a stopped rank
         reader.start()
         reader.join(10)
         others = [(rank, since) for rank, (_, since) in self._seen.items() if rank != self.process_index]
@@ -167,7 +167,7 @@ class Ranks:
 
 
 def _machine() -> str:
-    """Where a process id means the same."""
+    """Identifies a machine and PID namespace."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else ''}"
 
@@ -181,11 +181,11 @@ def _is_gone(pid: int | None) -> bool:
 
 
 def _join(limit: timedelta) -> dict[str, Any]:
-    """The store of the launcher under a name that only the ranks of this attempt have, for init_process_group.
+    """The launcher's store under a prefix that is unique to this attempt, for init_process_group.
 
-    torchrun keeps its store when it restarts the ranks, so they would find the addresses of those that died
-    (github.com/pytorch/pytorch/issues/135712); its count of restarts may differ between machines. So the main rank draws
-    a name, answers whoever calls until all have confirmed it, and a call of a dead rank is answered in vain.
+    torchrun keeps its store when it restarts the ranks, so they would find the addresses of dead ranks
+    (github.com/pytorch/pytorch/issues/135712), and its restart count may differ between machines. The main rank therefore
+    picks a name and answers requests until all ranks have confirmed it.
     """
     if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}

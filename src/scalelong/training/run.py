@@ -57,7 +57,7 @@ ToPixels = Callable[[Tensor], Tensor]  # samples, float (B, C, H, W), -> uint8 i
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model and what sampling from it needs.
+    """A trained model with everything needed for sampling.
 
     >>> from scalelong.runs.settings import ModelSettings, TrainingSettings
     >>> from scalelong.training import train
@@ -75,10 +75,10 @@ class TrainedRun:
     step: int
     conditioning: Conditioning = field(default_factory=Conditioning)
     data: str = ""  # fingerprint of the training data
-    weights: str = "ema"  # averaged, or "model": as trained
+    weights: str = "ema"  # or "model": raw weights
 
     def sample(self, settings: SamplingSettings, condition: Condition | None = None, **options: Any) -> Tensor:
-        """uint8 images (N, C, H, W) on the CPU; the arguments are those of `sample_batches`."""
+        """Sample uint8 images (N, C, H, W) on the CPU; see `sample_batches` for the arguments."""
         return torch.cat(list(self.sample_batches(settings, condition, **options)))
 
     def sample_batches(
@@ -86,7 +86,7 @@ class TrainedRun:
         settings: SamplingSettings,
         condition: Condition | None = None,  # default: none
         *,
-        from_data: bool = False,  # conditions as frequent as in the data, not the chosen ones in turn
+        from_data: bool = False,  # conditions distributed as in the data
         to_pixels: ToPixels | None = None,  # default: loaded
         **options: Any,  # of the function `sample_batches`
     ) -> Iterator[Tensor]:
@@ -102,7 +102,7 @@ class TrainedRun:
 def load_run(
     folder: str | Path, *, weights: str = "ema", step: int | None = None, device: str | torch.device = "cpu"
 ) -> TrainedRun:
-    """The model of a run or of a diffusers export, averaged ("ema") or as trained ("model"), at its newest checkpoint.
+    """Load a run or diffusers export at its newest checkpoint, with "ema" or raw ("model") weights.
 
     >>> from dataclasses import replace
     >>> from scalelong.training import get_preset, train
@@ -134,7 +134,7 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
     if not found:
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:
-        raise ValueError(f"step: there is no checkpoint at {step}; there are {', '.join(map(str, found))}")
+        raise ValueError(f"step: no checkpoint at {step}; available: {', '.join(map(str, found))}")
     newest = load_newest(inside(folder, CHECKPOINTS), weights) if step is None else None
     path, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
     shape, conditioning = image_shape(state.get("shape"), path), Conditioning.from_state(state.get("condition"))
@@ -143,7 +143,7 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         model.load_state_dict(tensors[weights])
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
-    remove_head(model)  # of the extra loss, which is used in training only
+    remove_head(model)  # only used in training
     require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
     return config, model, shape, state["step"], conditioning, str(state.get("data", "")), weights
 
@@ -167,7 +167,7 @@ def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, .
 
 
 def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
-    """The function from samples of the run to uint8 images; loads the autoencoder of a run on latents."""
+    """Return a function from samples to uint8 images; loads the autoencoder for latents."""
     autoencoder = exported_autoencoder(run.folder, device) or decoder(run.config.data.name, device, run.data)
     return to_uint8 if autoencoder is None else lambda latents: to_uint8(autoencoder.decode(latents))
 
@@ -211,7 +211,7 @@ def sample_batches(
     def batches() -> Iterator[Tensor]:
         calls = 0
 
-        def counted(*args: Any, **kwargs: Any) -> Tensor:  # progress inside a batch, which may take minutes
+        def counted(*args: Any, **kwargs: Any) -> Tensor:  # progress within a batch
             nonlocal calls
             calls += 1
             bar.update(calls * len(chosen) // expected - bar.n)
@@ -219,7 +219,9 @@ def sample_batches(
 
         with Progress(total=len(chosen), desc="sample", unit="img", disable=not progress) as bar:
             for index in parts:
-                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(device)  # one shape, for compile
+                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(
+                    device
+                )  # constant shape, for compile
                 tuned = skip_tuned(module, settings.skip_tuning)
                 with evaluating(module), tuned, context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
@@ -232,12 +234,12 @@ def sample_batches(
                 yield to_pixels(images).cpu()
             bar.update(len(chosen) - bar.n)
 
-    return batches()  # the checks above are made at once, not with the first batch
+    return batches()  # validate eagerly, not with the first batch
 
 
 @contextmanager
 def skip_tuned(module: nn.Module | None, inner: float) -> Iterator[None]:
-    """Shrink the skips of a scaled model inside, linearly down to `inner` for the innermost (Skip-Tuning)."""
+    """Context with Skip-Tuning: scale skips linearly from 1 (outermost) to `inner` (innermost)."""
     if inner == 1 or module is None:
         yield
         return
@@ -251,7 +253,7 @@ def skip_tuned(module: nn.Module | None, inner: float) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module | None) -> Iterator[None]:
-    """Eval mode inside (dropout and the like are off); every submodule's mode is restored afterwards."""
+    """Context in eval mode; restores every submodule's mode."""
     training = [part for part in module.modules() if part.training] if module is not None else []
     for part in training:
         part.training = False
@@ -267,12 +269,12 @@ def evaluating(module: nn.Module | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExportedRun:
-    """What the files of a pipeline do not say about its run; stored beside them."""
+    """Metadata of a run stored with its exported pipeline."""
 
     step: int
     weights: str  # ema or model
     shape: Shape  # of what is diffused
-    folded: bool  # the coefficients are in the weights
+    folded: bool  # coefficients are folded into the weights
     data: str  # fingerprint of the training data
     condition: Conditioning
 
@@ -297,7 +299,7 @@ def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
     without_head = replace(config, distillation=DistillationSettings())
     model = build_model(without_head, exported.shape, exported.condition)
     if exported.folded:
-        skips.remove(model, "scaling")  # folded weights have no state of a scaling
+        skips.remove(model, "scaling")  # folded weights have no scaling state
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")

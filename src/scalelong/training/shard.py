@@ -1,7 +1,7 @@
-"""Sharded training (training.shard = "full"): weights, gradients, moments and average are spread over the ranks by FSDP2.
+"""Sharded training with FSDP2 (training.shard = "full"): weights, gradients, optimizer state and EMA.
 
-A checkpoint holds whole tensors, as without sharding: they are gathered when it is written and spread when it is read, so a
-run continues on any number of ranks, sharded or not. Every rank also keeps the whole averaged model, to sample from.
+Checkpoints contain full tensors, as without sharding, so a run can continue on any number of ranks, sharded or not. Every
+rank also keeps the full EMA model for sampling.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from scalelong.training.optimizers import EMA
 
 
 def shard(model: nn.Module, ema: EMA) -> ShardedEMA:
-    """Shard the model in place, block by block and the root last, and return its average, sharded as well."""
+    """Shard the model in place, blocks first and the root last, and return its sharded EMA."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for name in stages(model):
         fully_shard(model.get_submodule(name), mesh=mesh)
-    fully_shard(model, mesh=mesh)  # with the gates of the skips, which every block uses
+    fully_shard(model, mesh=mesh)  # includes the gates, which every block uses
     return ShardedEMA(ema)
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU of the main rank, {} on the others; all ranks take part."""
+    """Full tensors on the CPU of the main rank, {} on the others; a collective operation."""
     found = {}
     for name, tensor in tensors.items():
         whole = _whole(tensor)
@@ -40,7 +40,7 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scattered(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors, named as parameters or as parameter/entry, spread as the parameters are; all ranks take part."""
+    """Shard full tensors, named as parameters or parameter/entry, like the parameters; a collective operation."""
     like, found = model.state_dict(), {}
     for name, tensor in tensors.items():
         target: Any = like.get(name.rpartition("/")[0] or name)
@@ -50,7 +50,7 @@ def scattered(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 
 class ShardedEMA(EMA):
-    """The average of a sharded model; `model`, the whole one, is up to date after `gather`."""
+    """EMA of a sharded model; the full `model` is up to date after `gather`."""
 
     def __init__(self, ema: EMA) -> None:
         vars(self).update(vars(ema))

@@ -1,8 +1,8 @@
-"""One optimizer step: forward, backward, update where all gradients are finite, average.
+"""One optimizer step: forward, backward, update if all gradients are finite, EMA.
 
 pending = stepper.compute(step, batches)   # gradients
 stepper.update(pending)                    # AdamW, or Muon and AdamW
-ema.update(step)                           # averaged weights
+ema.update(step)                           # EMA
 stepper.clear()
 result = pending.read()                    # loss and gradient norm; waits for the device
 """
@@ -51,7 +51,7 @@ class Stepper:
         self.config, self.objective, self.device, self.world_size = config, objective, device, world_size
         self.model, self.condition, self.distillation = model, condition or Condition(device), distillation
         self.scaling = scaling_of(model)
-        self.parameters = list(model.parameters())  # walking through the modules takes longer than clipping
+        self.parameters = list(model.parameters())  # iterating over modules is slower than clipping
         self.optimizers = make_optimizers(config.optimizer, model)
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
@@ -75,7 +75,7 @@ class Stepper:
     ) -> Pending:
         """Gradients of step `step` (from 1) over the micro-batches of all ranks.
 
-        `stop`: this rank was asked to stop. `limit`: a larger loss is not applied.
+        `stop`: this rank was asked to stop. `limit`: largest loss whose update is applied.
         """
         self.prepare(step)
         seed, parts = self.config.training.seed, self.config.training.accumulate
@@ -83,7 +83,7 @@ class Stepper:
         for part, batch in enumerate(micro_batches, start=1):
             t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, batch.images.shape[1:])
             condition = self.condition.for_batch(batch)
-            with nullcontext() if part == parts else self.no_sync():  # ranks average their gradients once per step
+            with nullcontext() if part == parts else self.no_sync():  # all-reduce once per step
                 with self.autocast:
                     loss = self.objective.loss(self.net, batch.images, noise, t, **condition)
                     extra = self.distillation(batch, condition) if self.distillation else 0.0
@@ -100,7 +100,7 @@ class Stepper:
         return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
 
     def _suspects(self, samples: list[tuple[Tensor, Batch, Tensor]]) -> list[Suspect]:
-        """The samples whose loss is not finite; where every loss is, those whose gradient is not. Before the update."""
+        """The samples with a non-finite loss or, if all are finite, a non-finite gradient; call before the update."""
         index, t = torch.cat([batch.index for _, batch, _ in samples]), torch.cat([t for _, _, t in samples])
         bad = ~torch.isfinite(torch.cat([loss for loss, _, _ in samples]))
         if found := find_suspects(bad, index, t, self.world_size):
@@ -109,7 +109,7 @@ class Stepper:
         return find_suspects(bad, index, t, self.world_size)
 
     def _bad_gradients(self, batch: Batch) -> Tensor:
-        """True (B,) for each sample whose own gradient is not finite; computes them one by one."""
+        """(B,) mask of samples with a non-finite gradient, computed one by one."""
         shape, seed = batch.images.shape[1:], self.config.training.seed
         t, noise = draw_time_and_noise(self.objective.process, seed, batch.index, shape)
         condition, net, bad = self.condition.for_batch(batch), as_network(self.model), []
@@ -122,13 +122,13 @@ class Stepper:
         return torch.tensor(bad, device=t.device)
 
     def prepare(self, step: int) -> None:
-        """Set what depends on the step: learning rates, and the state of an annealed scaling."""
+        """Set the learning rates and the state of an annealed scaling for this step."""
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
         self.scaling.advance(step)
 
     def _clip(self) -> Tensor:
-        """The norm of the gradient, clipped if settings say so; without, torch's function would still write it."""
+        """Clip the gradient if enabled and return its norm."""
         clip_norm = self.config.optimizer.clip_norm
         if clip_norm or self.sharded:
             norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
@@ -143,7 +143,7 @@ class Stepper:
         With AdamW alone, no shards and no limit this does not wait for the device.
         """
         if self.scaler.is_enabled():
-            if math.isinf(pending.limit) or pending.usable:  # the scaler looks for what is not finite, not for spikes
+            if math.isinf(pending.limit) or pending.usable:  # the scaler detects non-finite values, not spikes
                 for optimizer in self.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()
@@ -183,14 +183,14 @@ class StepResult:
 
 
 class Pending:
-    """A step's numbers on their way to the host; reading them waits for the device, so the loop does it a step later."""
+    """Results of a step on the device; reading them syncs, so the loop does it one step later."""
 
     def __init__(
         self, values: Tensor, suspects: Callable[[], list[Suspect]], scaled: bool, limit: float = math.inf
     ) -> None:
         self.limit = limit  # of the loss
-        self.usable = torch.isfinite(values).all() & (values[0] <= limit)  # decides on the device about the update
-        self.suspects, self._scaled = suspects, scaled  # suspects are searched for when asked
+        self.usable = torch.isfinite(values).all() & (values[0] <= limit)  # decided on the device
+        self.suspects, self._scaled = suspects, scaled  # suspects are computed on demand
         self._host = values.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None  # type: ignore[no-untyped-call]
         if self._arrived is not None:
@@ -205,7 +205,7 @@ class Pending:
 
 
 def find_suspects(bad: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
-    """The samples of all ranks that are marked as bad; the tensors (B,) are those of this rank."""
+    """The marked samples of all ranks; the tensors (B,) are local."""
     parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
     if world_size > 1 and protected("step.share"):
         dist.all_gather_object(parts, parts[0])
@@ -220,7 +220,7 @@ class Window:
     gradient_norm: float = 0.0
     gradient_norm_max: float = 0.0
     count: int = 0
-    since: float = 0.0  # seconds of the run at its start
+    since: float = 0.0  # training seconds at its start
 
     def add(self, result: StepResult) -> None:
         if result.finite and not result.overflow:
@@ -241,7 +241,7 @@ class Window:
 
 
 def is_main_rank() -> bool:
-    """True on the rank that writes and prints; before torch.distributed starts, as torchrun's environment says."""
+    """True on the rank that writes and prints; uses torchrun's environment before torch.distributed is initialized."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
@@ -270,7 +270,7 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
 
 @contextmanager
 def _no_sync(model: Any) -> Iterator[None]:
-    """Gradients inside are added up on each rank; for a model of FSDP2, as DDP's method."""
+    """Context without gradient synchronization, for DDP and FSDP2."""
     model.set_requires_gradient_sync(False)
     try:
         yield

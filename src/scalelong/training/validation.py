@@ -1,4 +1,4 @@
-"""Validation loss of the averaged weights, in ten bins of noise."""
+"""Validation loss of the EMA weights in ten noise-level bins."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scalelong.training.loop import Trainer
 from scalelong.training.run import evaluating
 from scalelong.training.step import autocast
 
-SEED = 0  # of times and noises: the same for every run, so that runs of any seed compare
+SEED = 0  # of times and noise; the same for all runs
 
 
 class ValidationObserver:
-    """Observer of a `Trainer`: the loss of the averaged weights on the first images of a split, at every `every` steps.
+    """Trainer observer: EMA loss on the first images of a split, every `every` steps.
 
-    Image i has a fixed noise and a fixed time in bin i mod 10 of the training times, from little noise to much; the mean
-    over the bins is the training loss that the network would have on these images.
+    Image i has fixed noise and a fixed time in bin i mod 10 of the training times, from low to high noise; the mean over the
+    bins equals the training loss on these images.
 
     >>> from scalelong.runs.presets import get_preset
     >>> trainer = Trainer(get_preset("digits-demo"), "validated-run")
@@ -50,7 +50,7 @@ class ValidationObserver:
         self.index = torch.arange(count - count % NOISE_BINS)
 
     def __call__(self, step: int, model: nn.Module) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """The record of this step; None if none is due. Every rank computes it, the first writes it."""
+        """The record of this step, or None. Every rank computes it, the first writes it."""
         if step % self.every and step != self.trainer.config.training.steps:
             return None
         trainer, losses = self.trainer, []

@@ -1,1 +1,1 @@
-"""Finding the long skips of models that are not in the table of `families`, from one traced forward pass."""
+"""Find the long skips of models not listed in `families` by tracing one forward pass."""

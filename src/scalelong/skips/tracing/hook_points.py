@@ -1,4 +1,4 @@
-"""From a traced model to its `LongSkip`s: the module call to hook for each skip, so that nothing else is scaled.
+"""Find the module call to hook for each skip of a traced model, such that nothing else is scaled.
 
 Either a module receives the skip (an argument, or an item of one) and joins it, or one or several modules (a block and its
 shortcut) receive the concatenation, of which the skip is a slice. placement="after_norm" hooks a GroupNorm and the shortcut.
@@ -26,7 +26,7 @@ from scalelong.skips.tracing.nesting import (
 )
 from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
 
-CHANNELWISE_LINEAR = frozenset({  # linear, and channels stay apart: a scaled slice stays a scaled slice
+CHANNELWISE_LINEAR = frozenset({  # linear and channelwise: a scaled slice stays a scaled slice
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "clone", "contiguous", "to", "type"),
     *("type_as", "float", "half", "double", "bfloat16", "detach", "interpolate", "pad"),
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
@@ -46,7 +46,7 @@ class Detection:
     paths: list[SkipPath]
 
     def skips(self) -> list[LongSkip]:
-        """The skips with their hook points; `NoLongSkipsError` if one has none."""
+        """The skips with their hook points; raises a `NoLongSkipsError` if one has none."""
         found = []
         for index, path in enumerate(self.paths, start=1):
             call, slot, node, also = find_hook_point(self.trace, path)
@@ -64,7 +64,7 @@ Names = tuple[str, str]  # made_in, used_in
 
 
 def detect(model: nn.Module, call: Call, given: Sequence[Sequence[Names]] = ()) -> Detection:
-    """Run the model once on the example and find its long skips, or those that are given for each U.
+    """Run the model once on the example and find its long skips, or those given per U.
 
     The model and all random states are left unchanged.
     """
@@ -73,7 +73,7 @@ def detect(model: nn.Module, call: Call, given: Sequence[Sequence[Names]] = ()) 
 
 
 def _named_paths(trace: Trace, given: Sequence[Sequence[Names]]) -> list[SkipPath]:
-    """The paths between the modules that are named, numbered as given."""
+    """The paths between the named modules, numbered as given."""
     paths = merge_repeats(trace, [path for node in trace.nodes for path in paths_to(trace, node)])
     inside = {path: _receivers(trace, path) for path in paths}
     found = []
@@ -108,7 +108,7 @@ def _unknown_skip(names: Names, known: Sequence[Names], matches: int) -> ValueEr
 
 
 def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[LongSkip]:
-    """Those of the known skips that are given for each U, numbered as given."""
+    """Select the given skips per U from the known ones, numbered as given."""
     by_names = {(skip.made_in, skip.used_in): skip for skip in known}
     found: list[LongSkip] = []
     for number, nest in enumerate(given, start=1):
@@ -121,7 +121,7 @@ def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[
 
 
 def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
-    """Like `detect`, but raise unless as many skips are found as are known."""
+    """Like `detect`, but raise unless the number of skips matches the known one."""
     found = detect(model, call, as_nests(skips) if any(skip.given for skip in skips) else ())
     if len(found.paths) != len(skips):
         raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
@@ -129,7 +129,7 @@ def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detec
 
 
 class HookPoint(NamedTuple):
-    """A module call, the slot that carries the skip, the node in that slot, and further modules that receive the same."""
+    """A module call, the slot that carries the skip, its traced tensor, and other modules that receive the same tensor."""
 
     call: ModuleCall
     slot: Slot
@@ -138,7 +138,7 @@ class HookPoint(NamedTuple):
 
 
 def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
-    """Where to scale a skip; `NoLongSkipsError` says why that is impossible."""
+    """Find where to scale a skip; raise a `NoLongSkipsError` with the reason if that is impossible."""
     reasons: list[str] = []
     for found in (*_argument_points(trace, path, reasons), *_slice_points(trace, path, reasons)):
         if all(_same_point(trace, other, found) for other in path.earlier):
@@ -151,7 +151,7 @@ def find_hook_point(trace: Trace, path: SkipPath) -> HookPoint:
 
 
 def _same_point(trace: Trace, earlier: SkipPath, last: HookPoint) -> bool:
-    """Whether an earlier call of the same module receives the skip in the same slot."""
+    """True if an earlier call of the same module receives the skip in the same slot."""
     repeated = replace(earlier, earlier=(earlier,) * (trace.times_called(last.call) - 1))
     found = next(_argument_points(trace, repeated, []), None)
     return found is not None and found.call.module is last.call.module and found.slot == last.slot
@@ -176,7 +176,7 @@ def _argument_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterat
 
 
 def _trouble_inside(trace: Trace, path: SkipPath, call: ModuleCall, node: int) -> str | None:
-    """Why scaling `node` on its way into the call is not the same as scaling the operand of the join."""
+    """Reason why scaling `node` at the call differs from scaling the operand of the join; None if it does not."""
     times = trace.times_called(call)
     if times not in (1, 1 + len(path.earlier)):
         return f"{call.name or 'the model'} is called {times} times in one forward"
@@ -192,7 +192,7 @@ def _trouble_inside(trace: Trace, path: SkipPath, call: ModuleCall, node: int) -
 
 
 def _slice_points(trace: Trace, path: SkipPath, reasons: list[str]) -> Iterator[HookPoint]:
-    """The first call after the join that receives the concatenation and alone uses it; else the calls that share it."""
+    """The first call after the join that is the only user of the concatenation, or else all calls that use it."""
     if path.op.dim is None:
         return
     start, size = path.op.channels(path.position)
@@ -230,7 +230,7 @@ def _trouble_of_slice(trace: Trace, calls: Sequence[ModuleCall], node: int) -> s
 
 
 def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> LongSkip:
-    """The skip with hook points that receive the whole concatenation; a ValueError if there are none."""
+    """The skip with hook points that receive the whole concatenation; raises if there are none."""
     point, reasons = None, [f"it is joined by {path.op.kind}, with {len(path.op.operands)} operands"]
     if path.op.kind == "cat" and len(path.op.operands) == 2 and not path.earlier:
         reasons = []
@@ -283,7 +283,7 @@ def _made_in(trace: Trace, node: int) -> str:
 
 
 def made_names(trace: Trace, node: int) -> list[str]:
-    """Names of where a skip is made; last, the module whose output is only activated or reshaped in its caller's forward."""
+    """Names of the source of a skip; last, the module whose output is only activated or reshaped by its caller."""
     names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
     while len(at.parents) == 1 and at.weight is None:
         at = trace.nodes[at.parents[0]]
@@ -309,7 +309,7 @@ def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
 
 
 def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
-    """As the concatenation says, else the first layer behind the join: linear layers have channels last."""
+    """Channel layout from the concatenation, or else from the first layer after the join (linear: channels last)."""
     if ndim == 2:
         return False  # (B, C)
     if path.op.dim is not None and (path.op.dim != 1 or ndim > 3):

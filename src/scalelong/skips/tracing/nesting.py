@@ -1,4 +1,4 @@
-"""Which joins of a traced forward pass are long skips.
+"""Decide which joins of a traced forward pass are long skips.
 
 A skip path leaves the main path at a source and joins it again at a cat, add or lerp, after weighted ops. Of the paths that
 are joined the same way in modules of one class, those of blocks (residuals, dense blocks) follow each other; long skips
@@ -35,12 +35,12 @@ class SkipPath:
     op: Join
     owner: int  # the innermost module call that contains the whole path, -1 if none does
     around_one_module: bool  # join(x, f(x)) with a single module f
-    nest: int = 1  # number of its U
+    nest: int = 1  # index of its U
     earlier: tuple[SkipPath, ...] = ()  # earlier joins of the same source, by earlier calls of the same module
 
 
 def paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
-    """The paths that a node joins with the main path; those from the input of the network have a source of depth 0."""
+    """The paths that a node joins with the main path; paths from the network's input have a source of depth 0."""
     if node.join is None:
         return
     operands = [(position, operand) for position, operand in enumerate(node.join.operands) if operand is not None]
@@ -60,7 +60,7 @@ def paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
 
 
 def _nodes_between(trace: Trace, operand: int, main: int) -> tuple[int, ...] | None:
-    """The nodes from the last one that `main` depends on to the operand; None if the operand has other sources too."""
+    """The nodes from the last one that `main` depends on to the operand; None if the operand has other sources."""
     nodes = [operand]
     while not trace.leads_to(nodes[-1], main):
         node = trace.nodes[nodes[-1]]
@@ -75,7 +75,7 @@ def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
 
 
 def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
-    """The innermost call that contains the path, and whether it makes the main path in a single call and joins it itself."""
+    """The innermost call that contains the path, and whether it computes the main path in one call and joins it itself."""
     first = min(child for child in trace.children[source] if trace.leads_to(child, main))
     around, path = trace.stack(trace.nodes[join].call), trace.stack(trace.nodes[first].call)
     shared = [a for a, b in zip(around, path, strict=False) if a == b]
@@ -90,7 +90,7 @@ Group = tuple[object, ...]  # how and where a path is joined
 
 
 def find_long_skips(trace: Trace) -> list[SkipPath]:
-    """The long skips of a traced network, U by U, outermost first; `NoLongSkipsError` says why there are none."""
+    """The long skips of a traced network per U, outermost first; raises a `NoLongSkipsError` if there are none."""
     every = [list(paths_to(trace, node)) for node in trace.nodes]
     by_join = [[path for path in found if trace.depth[path.source]] for found in every]
     crowded = [found for found in by_join if len(found) > 1]  # joins of dense blocks
@@ -152,7 +152,7 @@ def _joined_twice(trace: Trace, crowded: Sequence[Sequence[SkipPath]]) -> str | 
 
 
 def _with_inputs(trace: Trace, chosen: list[SkipPath], every: Sequence[Sequence[SkipPath]]) -> list[SkipPath]:
-    """The skips, and the input of the network as the outermost of a U that joins it as it joins the others."""
+    """Add the network's input as outermost skip of a U that joins it like the others."""
     found = []
     for number in range(1, chosen[-1].nest + 1):
         nest = [path for path in chosen if path.nest == number]
@@ -204,7 +204,7 @@ def _same_path(a: SkipPath, b: SkipPath) -> bool:
 
 
 def _split(trace: Trace, paths: Sequence[SkipPath]) -> list[tuple[list[SkipPath], list[SkipPath]]]:
-    """For each U: its longest nest, and the paths that are related to it but not in it."""
+    """For each U: its longest nest, and related paths outside it."""
     parts: list[list[SkipPath]] = []
     for path in paths:
         mine = [part for part in parts if any(_related(trace, path, other) for other in part)]
@@ -219,7 +219,7 @@ def _split(trace: Trace, paths: Sequence[SkipPath]) -> list[tuple[list[SkipPath]
 
 
 def encloses(trace: Trace, outer: SkipPath, inner: SkipPath) -> bool:
-    """Whether the inner path is made from and used for the outer one: both are skips of one U."""
+    """True if the inner path starts and ends inside the outer one, as in one U."""
     inside = outer.source < inner.source and inner.join < outer.join
     return inside and trace.leads_to(outer.source, inner.source) and trace.leads_to(inner.join, outer.join)
 
@@ -239,7 +239,7 @@ def longest_nest(trace: Trace, paths: Sequence[SkipPath]) -> list[SkipPath]:
 
 
 def merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
-    """A module that is called several times with the same skip joins one skip, not several."""
+    """Merge repeated calls of a module with the same skip into one skip."""
     merged = []
     for source in dict.fromkeys(path.source for path in group):
         same = sorted((path for path in group if path.source == source), key=lambda path: path.join)
@@ -252,7 +252,7 @@ def merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
 
 
 def _is_stack(trace: Trace, group: Sequence[SkipPath]) -> bool:
-    """Concatenations that pop a stack, with some entries twice in a row: an encoder stage that did nothing."""
+    """Concatenations that pop a stack with repeated entries, left by an encoder stage without effect."""
     ordered = sorted(group, key=lambda path: path.join)
     sources = [path.source for path in ordered]
     chained = all(trace.leads_to(a.join, b.join) for a, b in itertools.pairwise(ordered))
@@ -270,7 +270,7 @@ def _is_block(trace: Trace, path: SkipPath) -> bool:
 
 
 def _modules_in_a_row(trace: Trace, paths: Sequence[SkipPath]) -> int:
-    """How many module calls that own these paths follow each other, none inside another."""
+    """Number of consecutive, non-nested module calls that own these paths."""
     owners = sorted({path.owner for path in paths if path.owner >= 0}, key=lambda owner: trace.calls[owner].end)
     count, end = 0, -1
     for owner in owners:
@@ -298,7 +298,7 @@ def _left_out(trace: Trace, chosen: list[SkipPath], nests: Sequence[Nest]) -> Sk
 
 
 def _same_around(nest: Sequence[SkipPath], paths: Sequence[SkipPath]) -> SkipPath | None:
-    """If the chosen ones are x + f(x) with the next inside f: another such path around the innermost."""
+    """For nested x + f(x) skips: another such path around the innermost."""
     if nest[0].op.kind != "add" or not nest[0].around_one_module:
         return None
     known = _joins(nest)
@@ -315,7 +315,7 @@ def _joins(nest: Sequence[SkipPath]) -> set[int]:
 
 
 def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
-    """A join like those of the nest, in a module of the same class, that is not among them."""
+    """A join of the same kind, in a module of the same class, that is not part of the nest."""
     explained = _joins(nest)
     kinds = {(path.op.kind, _module_class(trace, trace.nodes[path.join].call)) for path in nest}
     for node in trace.nodes:
@@ -331,6 +331,6 @@ def _unexplained_join(trace: Trace, nest: Sequence[SkipPath]) -> int | None:
 
 
 def _module_class(trace: Trace, call: int) -> str:
-    """The name of a module's class: functions that make a class at every call make equal ones."""
+    """Name of a module's class; classes created dynamically by one function compare equal."""
     made = type(trace.calls[call].module) if call >= 0 else None
     return f"{made.__module__}.{made.__qualname__}" if made else ""

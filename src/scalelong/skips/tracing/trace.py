@@ -1,4 +1,4 @@
-"""One forward pass as a graph: which tensor was computed from which, in which module call.
+"""Trace one forward pass as a graph of tensors and module calls.
 
 Nodes are tensors that depend on the input, in the order they were computed. A node has a `weight` if its op mixes the data
 with a weight matrix or kernel of the model. A module call is an interval of nodes.
@@ -43,7 +43,7 @@ ONLY_SHAPE = frozenset({  # their outputs depend on the shape and dtype of the i
 
 @dataclass(frozen=True)
 class Join:
-    """The join op that made a node; operands are nodes, None where they do not depend on the input."""
+    """The join op that created a node; operands are nodes, or None if they do not depend on the input."""
 
     ordinal: int  # its number among the join ops
     kind: Kind
@@ -72,7 +72,7 @@ class Node:
 
 @dataclass
 class ModuleCall:
-    """One call of a module; it made the nodes start <= index < end."""
+    """One call of a module, which created the nodes start <= index < end."""
 
     index: int
     name: str
@@ -137,7 +137,7 @@ class Trace:
 
 
 class CountingMode(TorchFunctionMode):
-    """Intercept every torch function and number the calls, the same way in every run; subclasses implement `on_call`."""
+    """Intercept and number every torch function call deterministically; subclasses implement `on_call`."""
 
     op = join = -1  # numbers of the current call among all calls, and among the join ops
 

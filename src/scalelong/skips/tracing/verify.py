@@ -1,4 +1,4 @@
-"""Check hooks against an oracle, and measure which layers see kappa.
+"""Verify hooks against an oracle, and measure the reach of kappa.
 
 The oracle is a run without hooks in which the operand of the join op itself is scaled; `verify` compares outputs and
 gradients with it. `measure_reach` scales the operand by 1, 1/2 and 0: the input of a next weighted layer is either linear in
@@ -80,7 +80,7 @@ class VerificationReport:
 
 
 def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> VerificationReport:
-    """Check the scaling on `model` against the oracle; `VerificationError` names the skip that is wrong.
+    """Check the scaling of `model` against the oracle; raise a `VerificationError` that names the wrong skip.
 
     The example is given as `example=`, as for `apply`, or as plain arguments; the most common known classes need none.
     Copies of the model are run, in double precision if its forward supports it.
@@ -110,7 +110,7 @@ def verify(model: nn.Module, *args: Any, example: Any = None, **kwargs: Any) -> 
 
 
 class Copies:
-    """A scaled model with and without its hooks, with the same noise; in double precision if its forward supports it.
+    """Copies of a scaled model with and without hooks, with the same noise; in float64 if the model supports it.
 
     `scaling` replaces the coefficients of the hooked copy; `skips` pairs its skips with the paths traced in the plain one.
     """
@@ -141,7 +141,7 @@ class Copies:
 
 
 def add_noise(model: nn.Module) -> None:
-    """Add the same noise to the all-zero parameters of every copy: behind a zero weight every mistake is invisible."""
+    """Add the same noise to all-zero parameters of every copy, since zero weights would hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ class _ScaleOperand(CountingMode):
 
 
 class _ScaleSlices(CountingMode):
-    """Scale the skip's channels behind its concatenation: in the output of norms, in the input of other ops."""
+    """Scale the skip's channels after its concatenation: in the output of norms, in the input of other ops."""
 
     def __init__(self, trace: Trace, path: SkipPath, factor: float) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ _Oracle = _ScaleOperand | _ScaleSlices
 
 
 def run(model: nn.Module, call: Call, oracle: _Oracle | None = None, gradients: bool = True) -> Outputs:
-    """Outputs, and gradients of a fixed weighted sum of them for all weights and inputs."""
+    """Outputs, and gradients of a fixed weighted sum of them w.r.t. all weights and inputs."""
     with undisturbed(model), torch.set_grad_enabled(gradients):
         leaves = map_tensors(lambda t: t.requires_grad_(gradients and t.is_floating_point()), own_copy(call))
         inputs = map_tensors(torch.clone, leaves)  # leaves cannot be modified in place
@@ -262,7 +262,7 @@ def _largest(tensors: Iterable[Tensor]) -> float:
 
 
 def measure_reach(model: nn.Module, skips: Sequence[LongSkip], example: Call) -> list[Reach]:
-    """The reach of each skip on this example; unchanged if it cannot be measured (no values, joins not visible)."""
+    """Measure the reach of each skip on this example; unchanged if that is impossible (meta device, invisible joins)."""
     if is_meta(model):
         return [skip.reach for skip in skips]
     copied = independent_copy(model)
@@ -294,7 +294,7 @@ def _reach(model: nn.Module, trace: Trace, path: SkipPath, example: Call) -> Rea
 
 
 def _inputs_of_next_layers(trace: Trace, join: int) -> list[int]:
-    """The nodes behind a join that a weighted layer or a further join (of a residual stream) receives, or the output."""
+    """The nodes after a join that enter a weighted layer or another join (residual stream), or the output."""
     if trace.nodes[join].weight:  # addmm of a fused layer
         return [join]
     seen, last = [join], set()
