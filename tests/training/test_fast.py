@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from scalelong.backbones import as_network
-from scalelong.training import Trainer, train
-from scalelong.training.build import build_model, build_objective, check_config
+from scalelong.training import Trainer, get_preset, train
+from scalelong.training.build import build_model, build_objective, check_config, resolve_compile
 from scalelong.training.fast import FastStepper, FlatAdamW, low_precision_copy, update_flat
 from scalelong.training.optimizers import EMA
 from tests.training.test_loop import Poison
@@ -89,6 +89,7 @@ def test_gradients_are_there_for_observers(tmp_path) -> None:
         ({"optimizer_name": "muon"}, "optimizer.name = muon"),
         ({"training_accumulate": 2}, r"training.accumulate = 2"),
         ({"training_precision": "fp16"}, "fp16"),
+        ({"distillation_weight": 0.1}, r"distillation\.weight"),
     ],
 )
 def test_what_it_does_not_support_is_refused(changes, name) -> None:
@@ -96,6 +97,15 @@ def test_what_it_does_not_support_is_refused(changes, name) -> None:
         check_config(fast(**changes), on_gpu=True)
     with pytest.raises(ValueError, match="2 ranks"):
         check_config(fast(), world_size=2)
+
+
+def test_auto_is_the_fast_step_where_it_is_supported() -> None:
+    config = tiny(training_compile="auto")
+    assert resolve_compile(config, 1, on_gpu=True) == "step"
+    assert resolve_compile(config, 1, on_gpu=False) == "off"
+    assert resolve_compile(config, 2, on_gpu=True) == "default"
+    assert resolve_compile(tiny(training_compile="auto", distillation_weight=0.1), 1, on_gpu=True) == "default"
+    assert get_preset("cifar10-uvit-s2").training.compile == "auto"
 
 
 def test_the_flat_update_is_torch_s_adamw_and_our_average_and_skips_bad_steps() -> None:

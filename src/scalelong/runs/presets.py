@@ -32,7 +32,7 @@ def _uvit(
         model=ModelSettings("uvit", patch_size=patch, dim=dim, depth=depth, heads=heads),
         scaling=ScalingSettings("cs", kappa=kappa),
         optimizer=OptimizerSettings(lr=lr, betas=betas, warmup_steps=warmup),
-        training=TrainingSettings(steps=steps, batch_size=batch, compile="default"),
+        training=TrainingSettings(steps=steps, batch_size=batch, compile="auto"),
         **{"sampling": _SAMPLING} | parts,
     )
 

@@ -162,8 +162,8 @@ class TrainingSettings:
     batch_size: int = 128  # total over ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    compile: Literal["off", "default", "reduce-overhead", "step"] = (
-        "off"  # on a GPU; step: also one CUDA graph, one update
+    compile: Literal["off", "auto", "default", "reduce-overhead", "step"] = (
+        "off"  # on a GPU; auto: step, or else default
     )
     shard: Literal["none", "full"] = "none"  # full: shard weights, gradients and optimizer state (FSDP2)
     ema_decay: float = 0.9999  # with warm-up: min(ema_decay, (1 + step) / (10 + step))

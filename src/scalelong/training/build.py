@@ -64,8 +64,8 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     require(size % (world_size * parts) == 0, "training.batch_size", multiple, size)
     if parts > 1 and training.compile == "reduce-overhead":  # CUDA graphs overwrite accumulated gradients
         raise ValueError(f"training.compile: reduce-overhead does not allow training.accumulate = {parts}; use default")
-    if training.compile == "step":
-        _check_fast(config, world_size)
+    if training.compile == "step" and (name := _unsupported_by_fast(config, world_size)):
+        raise ValueError(f"training.compile: step does not support {name}; use default")
     if training.shard == "full":
         _check_shard(config, world_size)
     check_distillation(config.distillation, size // (world_size * parts))
@@ -83,17 +83,31 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
     return config
 
 
-def _check_fast(config: RunConfig, world_size: int) -> None:
-    """Reject settings that `training.fast` does not support."""
+def resolve_compile(config: RunConfig, world_size: int, on_gpu: bool) -> str:
+    """training.compile with auto resolved: step where it is supported, else default; off on a CPU.
+
+    >>> from scalelong.runs.settings import TrainingSettings
+    >>> resolve_compile(RunConfig(training=TrainingSettings(compile="auto")), world_size=2, on_gpu=True)
+    'default'
+    """
+    mode = config.training.compile
+    if mode == "auto":
+        mode = "default" if _unsupported_by_fast(config, world_size) else "step"
+        return mode if on_gpu else "off"
+    return mode if on_gpu or mode == "step" else "off"
+
+
+def _unsupported_by_fast(config: RunConfig, world_size: int) -> str:
+    """The first setting that the fast step does not support; empty if there is none."""
     training = config.training
-    for wrong, name in (
-        (config.optimizer.name != "adamw", f"optimizer.name = {config.optimizer.name}"),
-        (training.accumulate > 1, f"training.accumulate = {training.accumulate}"),
-        (training.precision == "fp16", "training.precision = fp16"),
-        (world_size > 1, f"{world_size} ranks"),
-    ):
-        if wrong:
-            raise ValueError(f"training.compile: step does not support {name}; use default")
+    reasons = {
+        f"optimizer.name = {config.optimizer.name}": config.optimizer.name != "adamw",
+        f"training.accumulate = {training.accumulate}": training.accumulate > 1,
+        "training.precision = fp16": training.precision == "fp16",
+        "distillation.weight": config.distillation.weight > 0,
+        f"{world_size} ranks": world_size > 1,
+    }
+    return next((name for name, holds in reasons.items() if holds), "")
 
 
 def _check_shard(config: RunConfig, world_size: int) -> None:

@@ -99,7 +99,7 @@ class Trainer:
         teaching = (self.model, self.ema.model, process, training.seed)
         distillation = Distillation(settings, *teaching) if settings.weight else None
         self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
-        if training.compile == "step":
+        if self.stepper.compile == "step":
             self.stepper, self.ema = speed_up(self.stepper, self.ema)
         self.guard = Guard(training)
         self.step, self.seconds, self.window = 0, 0.0, Window()

@@ -27,6 +27,7 @@ from scalelong.diffusion import Network, Objective, draw_time_and_noise
 from scalelong.failpoints import protected
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.hooks import scaling_of
+from scalelong.training.build import resolve_compile
 from scalelong.training.condition import Condition
 from scalelong.training.distillation import Distillation
 from scalelong.training.optimizers import make_optimizers
@@ -65,10 +66,10 @@ class Stepper:
             device_ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
             self.no_sync = wrapped.no_sync
-        mode = config.training.compile if device.type == "cuda" else "off"
-        self.net = _compiled(wrapped, mode)
+        self.compile = resolve_compile(config, world_size, device.type == "cuda")
+        self.net = _compiled(wrapped, self.compile)
         if distillation is not None:
-            distillation.network = _compiled(distillation.teacher, mode)
+            distillation.network = _compiled(distillation.teacher, self.compile)
 
     def compute(
         self, step: int, micro_batches: Iterable[Batch], stop: bool = False, limit: float = math.inf
