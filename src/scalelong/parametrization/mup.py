@@ -148,7 +148,7 @@ def fold(model: nn.Module) -> nn.Module:
         if path in plan.outputs and getattr(module, "bias", None) is not None:
             changes.append((module.get_parameter("bias"), factor))
     for path, factor in plan.scales.items():
-        qkv = model.get_submodule(f"{path}.qkv")
+        qkv = model.get_submodule(path).get_submodule("qkv")
         part = slice(qkv.get_parameter("weight").shape[0] // 3)
         changes += [(parameter[part], (factor * plan.heads[path] ** 0.5) ** 0.5) for parameter in qkv.parameters()]
     multiply(model, changes)

@@ -111,7 +111,7 @@ def make_plan(
         factor = math.sqrt(plan.heads.get(path, size) / size)
         if factor == 1:
             continue
-        queries = [f"{path}.{query}" for query in _queries(module)]
+        queries = [f"{path}.{query}".lstrip(".") for query in _queries(module)]  # the model itself has no name
         if queries:
             plan.outputs.update(dict.fromkeys(queries, factor))
         elif hasattr(module, "scale"):
