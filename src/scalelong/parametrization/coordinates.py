@@ -135,11 +135,10 @@ def coordinate_check(
     if isinstance(parametrization, str) and parametrization not in PARAMETRIZATIONS:
         raise unknown_name("parametrization", parametrization, PARAMETRIZATIONS)
     prepare = PARAMETRIZATIONS[parametrization] if isinstance(parametrization, str) else parametrization
-    with torch.device("meta"):
-        base = make_model(widths[0] if base_width is None else base_width)
-        other = make_model(
-            next(width for width in widths if width != (widths[0] if base_width is None else base_width))
-        )
+    narrow = widths[0] if base_width is None else base_width
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        base, other = make_model(narrow), make_model(next(width for width in widths if width != narrow))
     plan = make_plan(other, base_shapes(other, base))
     biases = {f"{path}.bias" for path in plan.inputs}
     readouts = [name for name, found in plan.roles.items() if found.role == "output" or name in biases]
