@@ -72,8 +72,13 @@ def test_plots_tables_and_errors(tmp_path) -> None:
     assert str(found[1]).splitlines()[-1].startswith("not flat")
     with pytest.raises(ValueError, match="unknown 'mub'; did you mean 'mup'"):
         coordinate_check(net, (16, 32), parametrization="mub", **options)
-    with pytest.raises(ValueError, match="widths: must be at least two different widths"):
-        coordinate_check(net, (16,), **options)
+    for widths in ((16,), (16, 32.5), "wide"):
+        with pytest.raises(ValueError, match="widths: must be at least two different widths"):
+            coordinate_check(net, widths, **options)
+    with pytest.raises(ValueError, match="example: the forward of Sequential fails on it"):
+        coordinate_check(net, (16, 32), example=torch.ones(1, 7))
+    with pytest.raises(ValueError, match="make_model: no tensor of this Linear depends on the width"):
+        coordinate_check(lambda _: nn.Linear(3, 4), (16, 32), **options)
 
 
 def test_a_make_model_with_a_seed_of_its_own_is_refused() -> None:

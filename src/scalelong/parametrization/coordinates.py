@@ -22,7 +22,7 @@ from scalelong.errors import require, unknown_name
 from scalelong.parametrization.attach import OUTPUT
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 from scalelong.parametrization.shapes import base_shapes, make_plan
-from scalelong.skips.example import as_call, tensors_in
+from scalelong.skips.example import as_call, run_example, tensors_in
 from scalelong.skips.families import generated_example
 
 TOLERANCE = 0.1  # of a slope that counts as flat
@@ -128,7 +128,8 @@ def coordinate_check(
     >>> coordinate_check(net, (32, 64, 128, 256), parametrization="standard", example=torch.ones(1, 3)).flat
     False
     """
-    require(len(set(widths)) >= 2 and min(widths) >= 1, "widths", "at least two different widths", tuple(widths))
+    valid = all(isinstance(width, int) and width >= 1 for width in widths)
+    require(valid and len(set(widths)) >= 2, "widths", "at least two different widths", tuple(widths))
     require(
         steps >= 1 and seeds >= 1 and lr > 0, "steps", "at least 1, as seeds, with a positive lr", (steps, seeds, lr)
     )
@@ -140,6 +141,8 @@ def coordinate_check(
         torch.default_generator.manual_seed(0)
         base, other = make_model(narrow), make_model(next(width for width in widths if width != narrow))
     plan = make_plan(other, base_shapes(other, base))
+    if all(found.role == "finite" for found in plan.roles.values()):
+        raise ValueError(f"make_model: no tensor of this {type(base).__name__} depends on the width; pass it on")
     biases = {f"{path}.bias" for path in plan.inputs}
     readouts = [name for name, found in plan.roles.items() if found.role == "output" or name in biases]
     finite = [name for name, found in plan.roles.items() if found.role == "finite" and name not in readouts]
@@ -168,7 +171,9 @@ def coordinate_check(
                 optimizer = torch.optim.Adam(prepare(model, base, lr), lr, eps=1e-12)  # eps is not part of the question
                 for step in range(steps + 1):
                     with _recorded(model) as found:
-                        output = next(tensors_in(model(*call[0], **call[1])))
+                        output = next(tensors_in(run_example(model, call)), None)
+                    if output is None:
+                        raise ValueError(f"make_model: the forward of {type(model).__name__} returns no tensor")
                     for name, value in found.items():
                         records.setdefault(name, {})[step, at, seed] = value
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
