@@ -156,3 +156,50 @@ def test_bad_input_is_refused() -> None:
         scalelong.remove(unet()[0], "features")
     with pytest.raises(TypeError, match="Sequential"):
         scalelong.condition_on_features(nn.Sequential(nn.Linear(2, 2)))
+
+
+class TwoStreams(nn.Module):
+    """Blocks that return (text, image), as MMDiT's do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.image = nn.Linear(4, 4), nn.Linear(6, 6)
+
+        def forward(
+            self, text: torch.Tensor, image: torch.Tensor, temb: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.text(text), self.image(image + temb[:, None]) + text.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            text, image = block(text, image, temb=image.mean(dim=1))
+        return image
+
+
+def test_one_of_several_outputs_is_tapped_by_its_number(tmp_path) -> None:
+    torch.manual_seed(0)
+    call = (torch.randn(2, 3, 4), torch.randn(2, 5, 6))
+    model, options = TwoStreams(), {"targets": ["blocks.1", "blocks.2"], "argument": "temb", "example": call}
+    before = model(*call)
+    with pytest.raises(ValueError, match=r"tap: blocks.0 returns 2 tensors.*choose one, such as blocks.0\[1\]"):
+        scalelong.condition_on_features(model, tap="blocks.0", **options)
+    with pytest.raises(ValueError, match=r"tap: the output of blocks.0\[2\] must be floats .* got not a tensor"):
+        scalelong.condition_on_features(model, tap="blocks.0[2]", **options)
+    conditioning = scalelong.condition_on_features(model, tap="blocks.0[1]", **options)
+    assert conditioning.route.widths == (6, 6)
+    assert torch.equal(model(*call), before)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    tapped = []
+    conditioning.register_forward_pre_hook(lambda _m, args: tapped.append(args[0].shape))
+    changed = model(*call)
+    assert tapped == [(2, 5, 6)]
+    loaded = scalelong.load(TwoStreams(), scalelong.save(model, tmp_path / "saved"), example=call)
+    torch.testing.assert_close(loaded(*call), changed)
+    scalelong.remove(model)
+    assert torch.equal(model(*call), before)

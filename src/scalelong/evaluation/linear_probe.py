@@ -31,6 +31,7 @@ from scalelong.evaluation.block_features import BlockFeatures, times_at
 from scalelong.random import uniform
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.families import stages
+from scalelong.skips.feature_conditioning import split_item
 from scalelong.training import TrainedRun
 from scalelong.training.build import build_model
 
@@ -100,7 +101,8 @@ def linear_probe(
 ) -> LinearProbe:
     """Probe the features of any denoiser at every block and noise level.
 
-    blocks: module names, default: the stages of the U. levels: noise levels sigma / alpha, or how many.
+    blocks: module names ("blocks.3[1]": the second of several outputs), default: the stages of the U.
+    levels: noise levels sigma / alpha, or how many.
     images: training images for the choice of block and level, of which a share `held_out` is held out; the final layer is
     fitted on all. call: call(x, time, **condition) runs the model, for models that take other arguments.
     condition: of one sample, (1, ...) each. random_network, pixels: also measure these floors. cache: folder of features.
@@ -119,7 +121,7 @@ def linear_probe(
     process = get_process(process) if isinstance(process, str) else process
     names, modules = list(blocks) if blocks is not None else stages(model), dict(model.named_modules())
     for name in names:
-        if name not in modules:
+        if split_item(name)[0] not in modules:
             raise ValueError(f"blocks: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     require(not isinstance(levels, int) or levels >= 1, "levels", "at least 1", levels)
     wanted = np.geomspace(LOWEST, HIGHEST, levels).tolist() if isinstance(levels, int) else [float(v) for v in levels]
