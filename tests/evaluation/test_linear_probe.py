@@ -158,6 +158,12 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         ({"levels": [-1.0]}, "levels: must be positive"),
         ({"protocol": "published"}, "protocol: unknown 'published'"),
         ({"held_out": 1.0}, "held_out: must be in"),
+        ({"images": 3}, "images: must be at least 20, two for every class, got 3"),
+        (
+            {"train": (train_part[0], train_part[1].float())},
+            "train: labels must be integers from 0 on, got torch.float32",
+        ),
+        ({"test": (test_part[0], test_part[1] - 1)}, "test: labels must be integers from 0 on, got -1"),
     ):
         given = {"train": train_part, "test": test_part, **options}
         with pytest.raises(ValueError) as error:

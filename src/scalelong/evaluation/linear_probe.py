@@ -116,6 +116,7 @@ def linear_probe(
     """
     started = time.perf_counter()
     classes = _check_data(train, test, held_out)
+    require(images >= 2 * classes, "images", f"at least {2 * classes}, two for every class", images)
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
     process = get_process(process) if isinstance(process, str) else process
@@ -178,6 +179,9 @@ def _check_data(train: Labelled, test: Labelled, held_out: float) -> int:
         if labels is None or len(labels) != len(images) or len(images) < 2:
             given = "none" if labels is None else f"{len(labels)} labels for {len(images)} images"
             raise ValueError(f"{name}: a probe needs a label for each image, got {given}; use data with labels")
+        if labels.is_floating_point() or int(labels.min()) < 0:
+            given = str(labels.dtype) if labels.is_floating_point() else str(int(labels.min()))
+            raise ValueError(f"{name}: labels must be integers from 0 on, got {given}; leave out unlabelled images")
     classes = int(max(train[1].max(), test[1].max())) + 1
     absent = sorted(set(range(classes)) - set(train[1].tolist()))
     if absent or classes < 2:
@@ -206,7 +210,7 @@ def _select_and_test(
 ) -> LinearProbe:  # fmt: skip
     order = uniform(probed.seed, "linear-probe-split", torch.arange(len(train[0]))).argsort()[:images]
     part = train[0][order], train[1][order]
-    first = max(1, round((1 - held_out) * len(order)))
+    first = min(max(1, round((1 - held_out) * len(order))), len(order) - 1)
     table = np.zeros((len(probed.blocks), len(times)))
     for column, t in enumerate(tqdm(times, desc="probe", unit="level", disable=None)):
         found = probed(part[0], order, t)

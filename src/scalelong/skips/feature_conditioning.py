@@ -10,6 +10,7 @@ module, as for a scaling (`long_skip.py`).
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -288,7 +289,11 @@ def _add(condition: Tensor, change: Tensor, token: int | None) -> Tensor:
 
 
 def find_argument(module: nn.Module, name: str, argument: str) -> Argument:
-    parameters = list(inspect.signature(module.forward).parameters)
+    signature = inspect.signature(module.forward).parameters
+    kinds = {parameter.kind for parameter in signature.values()}
+    parameters = list(signature)
+    if argument not in parameters and inspect.Parameter.VAR_KEYWORD in kinds:
+        return Argument(sys.maxsize, argument)  # one of **kwargs has no position
     if argument not in parameters:
         raise unknown_name(f"argument of {name}", argument, [*parameters, OUTPUT])
     return Argument(parameters.index(argument), argument)

@@ -33,7 +33,7 @@ def condition_on_features(
     model: nn.Module,
     tap: str | None = None,
     *,
-    targets: Sequence[str] | None = None,
+    targets: str | Sequence[str] | None = None,
     argument: str | None = None,
     token: int | Literal["all"] | None = None,
     pool: Pool = "mean",
@@ -68,6 +68,10 @@ def condition_on_features(
         raise ValueError(f"model: this {type(model).__name__} has an attribute {FEATURES_NAME!r} of its own")
     if pool not in ("mean", "attention"):
         raise unknown_name("pool", pool, ("mean", "attention"))
+    targets = [targets] if isinstance(targets, str) else targets
+    for key, names in (("tap", [] if tap is None else [tap]), ("targets", targets or [])):
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"{key}: must be the names of modules, got {type(wrong[0]).__name__}")
     known, candidates = _defaults(model)
     if known is None and (tap is None or not targets):
         unknown = f"where a {type(model).__name__} takes its condition is not known"
