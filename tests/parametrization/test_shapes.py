@@ -24,6 +24,8 @@ class Attention(nn.Module):
         for name in names:
             self.add_module(name, nn.Linear(width, width * 3 // len(names)))
         self.q_norm = nn.Identity() if norm else None
+        if len(names) == 1:
+            self.to_q = nn.Identity()  # as MONAI has it, which does not call it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = torch.cat([self.get_submodule(name)(x) for name in self.names], dim=-1).chunk(3, dim=-1)

@@ -230,7 +230,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 
 def _queries(attention: nn.Module) -> Iterator[str]:
     """The modules that queries leave last: a norm behind the projection, if there is one; of timm, `q_norm`."""
-    names = [name for name in ("norm_q", "q_norm", *QUERIES) if isinstance(getattr(attention, name, None), nn.Module)]
-    yield from names[:1]
-    added = [name for name in ("norm_added_q", "add_q_proj") if isinstance(getattr(attention, name, None), nn.Module)]
-    yield from added[:1]
+    for norms, layers in ((("norm_q", "q_norm"), QUERIES), (("norm_added_q",), ("add_q_proj",))):
+        found = [name for name in norms if isinstance(getattr(attention, name, None), nn.Module)]
+        found += [name for name in layers if isinstance(getattr(attention, name, None), nn.Linear | _ConvNd)]
+        yield from found[:1]
