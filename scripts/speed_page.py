@@ -297,8 +297,8 @@ SAMPLED = {
     "generate-profile.json": ", fused kernels, current version",
 }
 
-SAMPLING = """10,000 images, 50 evaluations each of U-ViT-S/2 in bf16, and their Inception features, on an H200. About two thirds of the
-time is matrix products at the rate of the library."""
+SAMPLING = """10,000 images, 50 evaluations each of U-ViT-S/2 in bf16, and their Inception features, on an H200. About two
+thirds of the time is matrix products at the rate of the library."""
 
 START = """`import scalelong` takes {:.2f} s beyond `import torch`; from the start of Python to the end of the
 demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of three, on a machine that others use)."""

@@ -136,6 +136,7 @@ def test_remedies_name_flags() -> None:
     assert as_flags("scaling.axis: built for 3; pass axis='channels'", "train").endswith(
         "; pass --scaling.axis channels"
     )
+    assert as_flags("tap: no module 'x'; see model.named_modules()", "probe").endswith("; see model.named_modules()")
     assert as_flags("training.steps: must be at least 1", "train") == "training.steps: must be at least 1"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from scalelong.cli.coordcheck import default_widths
 from scalelong.cli.main import main
 from scalelong.runs.presets import get_preset
@@ -58,6 +60,15 @@ def test_coordcheck_prints_both_parametrizations_and_a_plot(capsys, tmp_path) ->
     assert re.search(r"^mup +(not )?flat: at most", out, flags=re.M)
     assert re.search(r"^standard +not flat: at most \+", out, flags=re.M)
     assert (tmp_path / "coordinates-digits-demo.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_coordcheck_of_a_unet_is_flat(capsys, tmp_path) -> None:
+    """Its seeds are different networks; of one network, noise is taken for a slope."""
+    assert main(["coordcheck", "cifar10-unet", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^mup +flat: at most", out, flags=re.M)
+    assert re.search(r"^standard +not flat: at most \+", out, flags=re.M)
 
 
 def test_default_widths_keep_the_head_size() -> None:

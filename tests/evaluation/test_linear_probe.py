@@ -77,6 +77,28 @@ def test_finds_the_block_that_knows_the_class() -> None:
     assert found.pixels is not None and found.pixels > 0.9
 
 
+def test_one_of_several_outputs_is_probed_by_its_number() -> None:
+    class Streams(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.new_zeros(len(x), 2, 4), x
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block = nn.Linear(64, 64), Streams()
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.block(self.embed(x.flatten(1))[:, None])[1]
+
+    torch.manual_seed(0)
+    train_part, test_part = ((images[:200], labels[:200]) for images, labels in digits())
+    model = Network()
+    assert linear_probe(model, train_part, test_part, blocks=["block[1]"], levels=[0.1]).accuracy > 0.6
+    for name, message in (("block", r"blocks: block returns 2 tensors"), ("block[2]", "returns no tensor")):
+        with pytest.raises(ValueError, match=message):
+            linear_probe(model, train_part, test_part, blocks=[name], levels=[0.1])
+
+
 def test_test_images_do_not_influence_the_choice() -> None:
     train_part, (images, labels) = digits()
     found = [linear_probe(network(), train_part, (images, y), **SMALL) for y in (labels, labels.flip(0))]
@@ -136,6 +158,12 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         ({"levels": [-1.0]}, "levels: must be positive"),
         ({"protocol": "published"}, "protocol: unknown 'published'"),
         ({"held_out": 1.0}, "held_out: must be in"),
+        ({"images": 3}, "images: must be at least 20, two for every class, got 3"),
+        (
+            {"train": (train_part[0], train_part[1].float())},
+            "train: labels must be integers from 0 on, got torch.float32",
+        ),
+        ({"test": (test_part[0], test_part[1] - 1)}, "test: labels must be integers from 0 on, got -1"),
     ):
         given = {"train": train_part, "test": test_part, **options}
         with pytest.raises(ValueError) as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,23 @@ def test_copies_and_averages_keep_the_multipliers() -> None:
     fresh = parametrized()
     fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
     torch.testing.assert_close(fresh(**INPUTS), expected)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(input=self.first(input=x))
+
+
+def test_a_readout_that_is_called_by_keyword() -> None:
+    model, x = mup.parametrize(ByKeyword(64), ByKeyword(16)), torch.randn(2, 3)
+    expected = nn.functional.linear(model.first(x) / 4, model.last.weight, model.last.bias)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(mup.fold(model)(x), expected)
+    assert not model.last._forward_pre_hooks_with_kwargs
 
 
 def test_compiled_and_wrapped_models(tmp_path) -> None:

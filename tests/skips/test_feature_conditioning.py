@@ -156,3 +156,87 @@ def test_bad_input_is_refused() -> None:
         scalelong.remove(unet()[0], "features")
     with pytest.raises(TypeError, match="Sequential"):
         scalelong.condition_on_features(nn.Sequential(nn.Linear(2, 2)))
+
+
+class TwoStreams(nn.Module):
+    """Blocks that return (text, image), as MMDiT's do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.image = nn.Linear(4, 4), nn.Linear(6, 6)
+
+        def forward(
+            self, text: torch.Tensor, image: torch.Tensor, temb: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.text(text), self.image(image + temb[:, None]) + text.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            text, image = block(text, image, temb=image.mean(dim=1))
+        return image
+
+
+def test_one_of_several_outputs_is_tapped_by_its_number(tmp_path) -> None:
+    torch.manual_seed(0)
+    call = (torch.randn(2, 3, 4), torch.randn(2, 5, 6))
+    model, options = TwoStreams(), {"targets": ["blocks.1", "blocks.2"], "argument": "temb", "example": call}
+    before = model(*call)
+    with pytest.raises(ValueError, match=r"tap: blocks.0 returns 2 tensors.*choose one, such as blocks.0\[1\]"):
+        scalelong.condition_on_features(model, tap="blocks.0", **options)
+    with pytest.raises(ValueError, match=r"tap: the output of blocks.0\[2\] must be floats .* got not a tensor"):
+        scalelong.condition_on_features(model, tap="blocks.0[2]", **options)
+    conditioning = scalelong.condition_on_features(model, tap="blocks.0[1]", **options)
+    assert conditioning.route.widths == (6, 6)
+    assert torch.equal(model(*call), before)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    tapped = []
+    conditioning.register_forward_pre_hook(lambda _m, args: tapped.append(args[0].shape))
+    changed = model(*call)
+    assert tapped == [(2, 5, 6)]
+    loaded = scalelong.load(TwoStreams(), scalelong.save(model, tmp_path / "saved"), example=call)
+    torch.testing.assert_close(loaded(*call), changed)
+    scalelong.remove(model)
+    assert torch.equal(model(*call), before)
+
+
+class ByKeyword(nn.Module):
+    """Blocks that take their condition from **kwargs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, **extras: torch.Tensor) -> torch.Tensor:
+            return x + self.layer(x + extras["temb"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, temb=x.mean(dim=1, keepdim=True).expand(-1, 4))
+        return x
+
+
+def test_conditions_among_keywords_and_names_that_are_not_names() -> None:
+    torch.manual_seed(0)
+    model, x = ByKeyword(), torch.randn(2, 4)
+    before = model(x)
+    for wrong in ({"tap": 0, "targets": "blocks.1"}, {"tap": "blocks.0", "targets": [1]}):
+        with pytest.raises(TypeError, match="must be the names of modules, got int"):
+            scalelong.condition_on_features(model, **wrong, argument="temb", example=x)
+    with pytest.raises(ValueError, match=r"targets: the emb of blocks.1 must be floats .* got not a tensor"):
+        scalelong.condition_on_features(model, "blocks.0", targets="blocks.1", argument="emb", example=x)
+    conditioning = scalelong.condition_on_features(model, "blocks.0", targets="blocks.1", argument="temb", example=x)
+    assert torch.equal(model(x), before)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    assert not torch.allclose(model(x), before)

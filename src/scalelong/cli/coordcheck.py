@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import tyro
 from torch import nn
 
@@ -12,7 +13,7 @@ from scalelong.cli.arguments import PresetName
 from scalelong.cli.open_model import from_config
 from scalelong.parametrization.coordinates import coordinate_check, plot
 from scalelong.runs.presets import get_preset
-from scalelong.runs.settings import MupSettings, RunConfig
+from scalelong.runs.settings import ModelSettings, MupSettings, RunConfig
 from scalelong.training.build import at_width
 
 
@@ -27,10 +28,10 @@ class Coordcheck:
 
     preset: PresetName  # as for train
     widths: tuple[int, ...] = ()  # default: five, up to 512 (uvit) or 160 (unet); the first is the base of muP
-    depth: int = 2  # blocks of a U-ViT; widths compare alike at any depth. 0: the preset's
+    depth: int = 2  # blocks of a U-ViT, levels of a UNet; widths compare alike at any depth. 0: the preset's
     steps: int = 3
-    seeds: int = 3
-    lr: float = 0.005
+    seeds: int | None = None  # default: 3 (uvit) or 6 (unet)
+    lr: float | None = None  # default: 0.005 (uvit) or 0.001 (unet)
     verbose: bool = False  # print the slopes of every module
     out: str = "runs/coordinates"  # folder of the plot
 
@@ -40,13 +41,22 @@ def main(arguments: list[str]) -> None:
     command = tyro.cli(Coordcheck, args=arguments, prog="scalelong coordcheck")
     config = replace(get_preset(command.preset), mup=MupSettings())
     if command.depth:
-        config = replace(config, model=replace(config.model, depth=command.depth))
-    widths = command.widths or default_widths(config)
+        config = replace(config, model=shallow(config.model, command.depth))
+    widths, unet = command.widths or default_widths(config), config.model.backbone == "unet"
 
     def make_model(width: int) -> nn.Module:
-        return from_config(replace(config, model=at_width(config.model, width, "widths")))
+        seed = torch.initial_seed() % 2**31  # of the check: a run's weights are a function of its own
+        training = replace(config.training, seed=seed)
+        model = from_config(replace(config, model=at_width(config.model, width, "widths"), training=training))
+        keep_group_sizes(model, width / config.model.channels[0] if unet else 1)
+        return model
 
-    options = {"lr": command.lr, "steps": command.steps, "seeds": command.seeds}
+    seeds, lr = (6, 0.001) if unet else (3, 0.005)
+    options = {
+        "lr": lr if command.lr is None else command.lr,
+        "steps": command.steps,
+        "seeds": seeds if command.seeds is None else command.seeds,
+    }
     checks = [coordinate_check(make_model, widths, parametrization=kind, **options) for kind in ("mup", "standard")]  # type: ignore[arg-type]
     for check in checks:
         lines = str(check).splitlines()
@@ -57,6 +67,19 @@ def main(arguments: list[str]) -> None:
     print(f"picture   {plot(checks, title, folder / f'coordinates-{command.preset}.png')}")
     if not checks[0].flat:
         raise ValueError("mup: not flat; widen --widths or raise --seeds, and look for the module with --verbose")
+
+
+def shallow(settings: ModelSettings, depth: int) -> ModelSettings:
+    """The network with fewer blocks, or with fewer levels of one layer each."""
+    if settings.backbone == "uvit":
+        return replace(settings, depth=depth)
+    return replace(settings, channels=settings.channels[:depth], layers_per_block=1)
+
+
+def keep_group_sizes(model: nn.Module, ratio: float) -> None:
+    """Scale the number of groups with the width: of a few channels, a group norm cancels much of the mean."""
+    for norm in (module for module in model.modules() if isinstance(module, nn.GroupNorm)):
+        norm.num_groups = max(1, round(norm.num_groups * ratio))
 
 
 def default_widths(config: RunConfig) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ VERBS = {
 }
 
 _PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
-_SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?:=(?:True\b|'?(\w*)'?))?")
+_SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?![\w(])(?:=(?:True\b|'?(\w*)'?))?")
 _ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scalelong.diffusion import Process
 from scalelong.files import atomic_write
 from scalelong.random import normal
-from scalelong.skips.feature_conditioning import as_tokens
+from scalelong.skips.feature_conditioning import as_tokens, named_output, split_item
 from scalelong.training.run import evaluating
 
 logger = logging.getLogger(__name__)
@@ -107,11 +107,11 @@ def _outputs(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Tens
     found: dict[str, Tensor] = {}
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(tensor, Tensor):
+        if (tensor := named_output(output, name, "blocks")) is not None:
             found[name] = tensor
 
-    handles = [model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in blocks]
+    modules = {name: model.get_submodule(split_item(name)[0]) for name in blocks}
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]
     try:
         yield found
     finally:

@@ -31,6 +31,7 @@ from scalelong.evaluation.block_features import BlockFeatures, times_at
 from scalelong.random import uniform
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.families import stages
+from scalelong.skips.feature_conditioning import split_item
 from scalelong.training import TrainedRun
 from scalelong.training.build import build_model
 
@@ -100,7 +101,8 @@ def linear_probe(
 ) -> LinearProbe:
     """Probe the features of any denoiser at every block and noise level.
 
-    blocks: module names, default: the stages of the U. levels: noise levels sigma / alpha, or how many.
+    blocks: module names ("blocks.3[1]": the second of several outputs), default: the stages of the U.
+    levels: noise levels sigma / alpha, or how many.
     images: training images for the choice of block and level, of which a share `held_out` is held out; the final layer is
     fitted on all. call: call(x, time, **condition) runs the model, for models that take other arguments.
     condition: of one sample, (1, ...) each. random_network, pixels: also measure these floors. cache: folder of features.
@@ -114,12 +116,13 @@ def linear_probe(
     """
     started = time.perf_counter()
     classes = _check_data(train, test, held_out)
+    require(images >= 2 * classes, "images", f"at least {2 * classes}, two for every class", images)
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
     process = get_process(process) if isinstance(process, str) else process
     names, modules = list(blocks) if blocks is not None else stages(model), dict(model.named_modules())
     for name in names:
-        if name not in modules:
+        if split_item(name)[0] not in modules:
             raise ValueError(f"blocks: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     require(not isinstance(levels, int) or levels >= 1, "levels", "at least 1", levels)
     wanted = np.geomspace(LOWEST, HIGHEST, levels).tolist() if isinstance(levels, int) else [float(v) for v in levels]
@@ -176,6 +179,9 @@ def _check_data(train: Labelled, test: Labelled, held_out: float) -> int:
         if labels is None or len(labels) != len(images) or len(images) < 2:
             given = "none" if labels is None else f"{len(labels)} labels for {len(images)} images"
             raise ValueError(f"{name}: a probe needs a label for each image, got {given}; use data with labels")
+        if labels.is_floating_point() or int(labels.min()) < 0:
+            given = str(labels.dtype) if labels.is_floating_point() else str(int(labels.min()))
+            raise ValueError(f"{name}: labels must be integers from 0 on, got {given}; leave out unlabelled images")
     classes = int(max(train[1].max(), test[1].max())) + 1
     absent = sorted(set(range(classes)) - set(train[1].tolist()))
     if absent or classes < 2:
@@ -204,7 +210,7 @@ def _select_and_test(
 ) -> LinearProbe:  # fmt: skip
     order = uniform(probed.seed, "linear-probe-split", torch.arange(len(train[0]))).argsort()[:images]
     part = train[0][order], train[1][order]
-    first = max(1, round((1 - held_out) * len(order)))
+    first = min(max(1, round((1 - held_out) * len(order))), len(order) - 1)
     table = np.zeros((len(probed.blocks), len(times)))
     for column, t in enumerate(tqdm(times, desc="probe", unit="level", disable=None)):
         found = probed(part[0], order, t)

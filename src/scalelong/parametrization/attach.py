@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from scalelong.parametrization.shapes import Plan, make_plan, stamp_of
 from scalelong.skips.example import Snapshot
 from scalelong.skips.hooks import MUP_KEY, check_unwrapped, drop_hook, reset_compiled, write_config
+from scalelong.skips.long_skip import Call
 from scalelong.skips.restore import PARTS, Part
 
 PLAN = "_scalelong_parametrization"  # attribute of a parametrized model
@@ -29,7 +30,7 @@ def attach(model: nn.Module, plan: Plan) -> None:
     """Set the multipliers and hooks, the plan and the stamp; the values of the weights stay."""
     for path, factor in plan.inputs.items():
         setattr(model.get_submodule(path), INPUT, factor)
-        model.get_submodule(path).register_forward_pre_hook(scale_input)
+        model.get_submodule(path).register_forward_pre_hook(scale_input, with_kwargs=True)
     for path, factor in plan.outputs.items():
         setattr(model.get_submodule(path), OUTPUT, factor)
         model.get_submodule(path).register_forward_hook(scale_output)
@@ -50,8 +51,10 @@ def detach(model: nn.Module) -> None:
     """The inverse of `attach`."""
     plan = plan_of(model)
     for path in plan.inputs:
-        drop_hook(model.get_submodule(path)._forward_pre_hooks, scale_input)
-        delattr(model.get_submodule(path), INPUT)
+        readout = model.get_submodule(path)
+        for key in drop_hook(readout._forward_pre_hooks, scale_input):
+            readout._forward_pre_hooks_with_kwargs.pop(key, None)
+        delattr(readout, INPUT)
     for path in plan.outputs:
         drop_hook(model.get_submodule(path)._forward_hooks, scale_output)
         delattr(model.get_submodule(path), OUTPUT)
@@ -81,9 +84,12 @@ def multiply(model: nn.Module, changes: Iterable[tuple[Tensor, float]]) -> None:
         raise
 
 
-def scale_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Forward-pre-hook of a readout: 1 / m on its input leaves its bias alone."""
-    return (args[0] * getattr(module, INPUT), *args[1:])
+    factor = getattr(module, INPUT)
+    if args:
+        return (args[0] * factor, *args[1:]), kwargs
+    return args, {name: value * factor if at == 0 else value for at, (name, value) in enumerate(kwargs.items())}
 
 
 def scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001

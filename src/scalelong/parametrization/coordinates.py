@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scalelong.errors import require, unknown_name
+from scalelong.parametrization.attach import OUTPUT
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 from scalelong.parametrization.shapes import base_shapes, make_plan
-from scalelong.skips.example import as_call, tensors_in
+from scalelong.skips.example import as_call, run_example, tensors_in
 from scalelong.skips.families import generated_example
 
 TOLERANCE = 0.1  # of a slope that counts as flat
@@ -66,7 +67,7 @@ class CoordinateCheck:
             if not np.isfinite(values[step]).all():
                 found[name] = math.inf
             elif (values[step] > 0).all():
-                found[name] = float(np.polyfit(logs, np.log(values[step]).mean(axis=1), 1)[0])
+                found[name] = float(np.polyfit(logs, np.log(values[step].mean(axis=1)), 1)[0])
         return found
 
     @property
@@ -120,41 +121,59 @@ def coordinate_check(
     of the model's output; default: the mean square of its distance to fixed random numbers. A small batch is best (1 to 4):
     few directions are trained, so that corrections at small widths are small too.
 
-    Readouts start at 0: their initial part shrinks as 1 / sqrt(width) in muP and would hide what training adds.
+    Readouts start at 0: their initial part shrinks as 1 / sqrt(width) in muP and would hide what training adds. Tensors that
+    do not depend on width start with the same values at every width, so that their noise is not taken for a slope.
 
     >>> net = lambda width: nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 1))
     >>> coordinate_check(net, (32, 64, 128, 256), parametrization="standard", example=torch.ones(1, 3)).flat
     False
     """
-    require(len(set(widths)) >= 2 and min(widths) >= 1, "widths", "at least two different widths", tuple(widths))
+    valid = all(isinstance(width, int) and width >= 1 for width in widths)
+    require(valid and len(set(widths)) >= 2, "widths", "at least two different widths", tuple(widths))
     require(
         steps >= 1 and seeds >= 1 and lr > 0, "steps", "at least 1, as seeds, with a positive lr", (steps, seeds, lr)
     )
     if isinstance(parametrization, str) and parametrization not in PARAMETRIZATIONS:
         raise unknown_name("parametrization", parametrization, PARAMETRIZATIONS)
     prepare = PARAMETRIZATIONS[parametrization] if isinstance(parametrization, str) else parametrization
-    with torch.device("meta"):
-        base = make_model(widths[0] if base_width is None else base_width)
-        other = make_model(
-            next(width for width in widths if width != (widths[0] if base_width is None else base_width))
-        )
+    narrow = widths[0] if base_width is None else base_width
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        base, other = make_model(narrow), make_model(next(width for width in widths if width != narrow))
     plan = make_plan(other, base_shapes(other, base))
+    if all(found.role == "finite" for found in plan.roles.values()):
+        raise ValueError(f"make_model: no tensor of this {type(base).__name__} depends on the width; pass it on")
     biases = {f"{path}.bias" for path in plan.inputs}
     readouts = [name for name, found in plan.roles.items() if found.role == "output" or name in biases]
+    finite = [name for name, found in plan.roles.items() if found.role == "finite" and name not in readouts]
     records: dict[str, dict[tuple[int, int, int], float]] = {}
+    first: list[Tensor] = []  # the weights of the first seed
     with torch.random.fork_rng(devices=[]):
         for seed in range(seeds):
+            common: dict[str, Tensor] = {}  # values of tensors that do not depend on width
             for at, width in enumerate(widths):
                 torch.default_generator.manual_seed(seed)
                 model = make_model(width).eval()  # without dropout
+                if at == 0:
+                    drawn = [parameter.detach().clone() for parameter in model.parameters()]
+                    if seed and all(map(torch.equal, first, drawn)):
+                        raise ValueError("make_model: gives the same weights for every seed; leave the seed to the check, "
+                                         "or pass seeds=1")  # fmt: skip
+                    first = drawn
                 call = example(model) if callable(example) else example
                 call = generated_example(model) if call is None else as_call(call)
                 for name in readouts:
                     nn.init.zeros_(model.get_parameter(name))
+                with torch.no_grad():
+                    for name in finite:
+                        values = model.get_parameter(name)
+                        values.copy_(common.setdefault(name, values.clone()))
                 optimizer = torch.optim.Adam(prepare(model, base, lr), lr, eps=1e-12)  # eps is not part of the question
                 for step in range(steps + 1):
                     with _recorded(model) as found:
-                        output = next(tensors_in(model(*call[0], **call[1])))
+                        output = next(tensors_in(run_example(model, call)), None)
+                    if output is None:
+                        raise ValueError(f"make_model: the forward of {type(model).__name__} returns no tensor")
                     for name, value in found.items():
                         records.setdefault(name, {})[step, at, seed] = value
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
@@ -182,7 +201,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, float]]:
     def leave(module: nn.Module, _args: Any, output: Any) -> None:
         running.pop()
         if isinstance(tensor := next(tensors_in(output), None), Tensor) and tensor.is_floating_point():
-            found[names[module]] = float(tensor.detach().abs().mean())
+            multiplier = getattr(module, OUTPUT, 1.0)  # of queries: it is a part of the logits
+            found[names[module]] = float(tensor.detach().abs().mean()) / multiplier
 
     class Logits(TorchFunctionMode):
         def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

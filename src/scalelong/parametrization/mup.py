@@ -21,7 +21,15 @@ from scalelong.parametrization.attach import (
     plain_name,
     plan_of,
 )
-from scalelong.parametrization.shapes import Plan, TensorRole, attentions, base_shapes, make_plan
+from scalelong.parametrization.shapes import (
+    FUSED,
+    Plan,
+    TensorRole,
+    attentions,
+    base_shapes,
+    make_plan,
+    root_mean_square,
+)
 from scalelong.skips.example import unchanged_on_error
 from scalelong.skips.hooks import ROOT_NAME
 
@@ -30,7 +38,8 @@ from scalelong.skips.hooks import ROOT_NAME
 def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, same_width: bool = False) -> nn.Module:
     """Put `model` into muP relative to `base`, in place, and return it; on any error it is left unchanged.
 
-    base: the same class at base width, best built under `torch.device("meta")`; only its shapes are read.
+    base: the same class at base width. Built under `torch.device("meta")` it needs no memory, and only its shapes are read;
+    with values, its initial sizes are measured, for initializations other than those below.
     initialize: False keeps the values, for weights that were trained in this parametrization.
     same_width: allow a base of the model's own width, where muP is the standard parametrization.
 
@@ -58,7 +67,8 @@ def plan_for(model: nn.Module, base: nn.Module, initialize: bool = True, same_wi
     if not same_width and all(tuple(p.shape) == shapes[name] for name, p in model.named_parameters()):
         same = "no dimension of any tensor differs from the model's, so none is found to be infinite"
         raise ValueError(f"base: {same}; give a base of another width, or pass same_width=True if that is meant")
-    return make_plan(model, shapes, {name: size for name, _, size in attentions(base)}, initialize)
+    heads = {name: size for name, _, size in attentions(base)}
+    return make_plan(model, shapes, heads, initialize, {n: root_mean_square(p) for n, p in base.named_parameters()})
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> None:
@@ -140,17 +150,22 @@ def fold(model: nn.Module) -> nn.Module:
     """
     plan, owners = plan_of(model), Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     changes: list[tuple[Tensor, float]] = []
+    fused = {path: (factor * plan.heads[path] ** 0.5) ** 0.5 for path, factor in plan.scales.items()}
     for path, factor in (*plan.inputs.items(), *plan.outputs.items()):
         module = model.get_submodule(path)
+        if isinstance(module, nn.Identity) and path.endswith("q_norm"):  # of timm
+            fused[path.removesuffix("q_norm").removesuffix(".")] = factor
+            continue
         if getattr(module, "weight", None) is None or owners[id(module.weight)] > 1:
             raise ValueError(f"fold: {path} has no weight of its own to take its multiplier; keep the model as it is")
         changes.append((module.get_parameter("weight"), factor))
         if path in plan.outputs and getattr(module, "bias", None) is not None:
             changes.append((module.get_parameter("bias"), factor))
-    for path, factor in plan.scales.items():
-        qkv = model.get_submodule(f"{path}.qkv")
+    for path, factor in fused.items():  # queries are the first third
+        attention = model.get_submodule(path)
+        qkv = next(attention.get_submodule(name) for name in FUSED if hasattr(attention, name))
         part = slice(qkv.get_parameter("weight").shape[0] // 3)
-        changes += [(parameter[part], (factor * plan.heads[path] ** 0.5) ** 0.5) for parameter in qkv.parameters()]
+        changes += [(parameter[part], factor) for parameter in qkv.parameters()]
     multiply(model, changes)
     for path in plan.joined:
         torch_parametrize.remove_parametrizations(model.get_submodule(path), "weight")

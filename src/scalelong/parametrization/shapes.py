@@ -21,6 +21,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from scalelong.skips import is_scaled
 from scalelong.skips.hooks import root_name
@@ -70,6 +72,9 @@ def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]
     if not isinstance(base, nn.Module) or type(model) is not type(base):
         given = type(base).__name__
         raise ValueError(f"base: is a {given}, the model a {type(model).__name__}; give the same class at base width")
+    for which, each in (("model", model), ("base", base)):
+        if lazy := [name for name, parameter in each.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(f"{which}: {lazy[0]} has no shape yet; run the {which} once, for its lazy modules")
     theirs = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
     ours = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if is_scaled(model):
@@ -92,9 +97,13 @@ def base_shapes(model: nn.Module, base: nn.Module) -> dict[str, tuple[int, ...]]
 
 
 def make_plan(
-    model: nn.Module, shapes: Shapes, heads: Mapping[str, int] | None = None, initialize: bool = True
+    model: nn.Module,
+    shapes: Shapes,
+    heads: Mapping[str, int] | None = None,
+    initialize: bool = True,
+    sizes: Mapping[str, float] | None = None,
 ) -> Plan:
-    """Roles and multipliers from the shapes and head sizes at base width; weights on the meta device are not measured."""
+    """Roles and multipliers from the shapes, head sizes and, if they are known, root mean squares at base width."""
     plan = Plan(heads=dict(heads or {}))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
@@ -104,17 +113,18 @@ def make_plan(
             if found.multiplier != 1:
                 plan.inputs[path] = found.multiplier
             if name not in plan.roles or found.role == "input":  # tied to a readout, an embedding stays one
-                initial = found.initial * _law(module, own, parameter, shapes, names) if initialize else 1.0
+                law = _law(module, own, parameter, shapes, names, sizes or {}) if initialize else 1.0
+                initial = found.initial * law if initialize else 1.0
                 multiplier = plan.roles[name].multiplier if name in plan.roles else found.multiplier
                 plan.roles[name] = TensorRole(found.role, found.base, initial, multiplier, found.lr)
     for path, module, size in attentions(model):
         factor = math.sqrt(plan.heads.get(path, size) / size)
         if factor == 1:
             continue
-        queries = [f"{path}.{query}" for query in _queries(module)]
+        queries = [f"{path}.{query}".lstrip(".") for query in _queries(module)]  # the model itself has no name
         if queries:
             plan.outputs.update(dict.fromkeys(queries, factor))
-        elif hasattr(module, "scale"):
+        elif hasattr(module, "scale") and not getattr(module, "fused_attn", False):  # timm's fused attention ignores it
             plan.scales[path] = factor / math.sqrt(size)
         else:
             fixed = f"{path} has heads of {size}, of {plan.heads[path]} at base width, and a fixed scale of 1 / sqrt(d)"
@@ -136,11 +146,14 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
         )
     if not infinite:
         return TensorRole("finite", base)
+    linear = isinstance(module, nn.Linear | _ConvNd)
+    if isinstance(module, ParametrizationList) or (linear and module._parameters.get("weight") is None):
+        computed = f"{name} belongs to a layer whose weight is computed from other tensors, as by weight_norm"
+        raise ValueError(f"model: {computed}; build model and base without it")
     if len(shape) == 1:
         return TensorRole("vector", base)
-    layer = isinstance(module, nn.Linear | _ConvNd) or (
-        own == "weight" and "embed" not in type(module).__name__.lower()
-    )
+    elementwise = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "embed" in type(module).__name__.lower()
+    layer = own == "weight" and (linear or not elementwise)
     fan_in = (0 if isinstance(module, _ConvTransposeNd) else 1) if layer else infinite[-1]
     ratio = shape[fan_in] / base[fan_in]
     if len(infinite) == 2:
@@ -150,59 +163,74 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
     return TensorRole("input", base)
 
 
-def _law(module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Mapping[int, str]) -> float:
-    """Standard initial size at base width, divided by that at this width."""
+def _law(
+    module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Mapping[int, str], sizes: Mapping[str, float]
+) -> float:
+    """Standard initial size at base width, divided by that at this width: of a known law, else as measured at both."""
+    size = root_mean_square(values)
+    weight = module._parameters.get("weight") if own == "bias" else values
+    if not size or weight is None:
+        return 1.0
+    found, count, base = values.detach().double(), values.numel(), shapes[names[id(values)]]
+    if count > 1 and float(found.std(correction=0)) < 1e-3 * size:  # ones
+        return 1.0
+    measured = sizes.get(names[id(values)], 0.0) / size if tuple(values.shape) != base else 0.0
+    noise = 3 / math.sqrt(count) + 0.005
+    of_both = noise + 3 / math.sqrt(math.prod(base)) + 0.005
+    for here, there, uniform in _laws(own, tuple(weight.shape), shapes[names[id(weight)]]):
+        within = float(found.abs().max()) <= 1.01 * math.sqrt(3) * here  # the bound of a uniform law
+        agrees = not measured or abs(measured * here / there - 1) < of_both
+        if abs(size / here - 1) < noise and (within or not uniform) and agrees:
+            return there / here
+    return measured if measured and abs(measured - 1) >= of_both else 1.0
+
+
+def root_mean_square(values: Tensor) -> float:
+    """0 where there are no values: on the meta device, or integers."""
     if values.is_meta or not values.is_floating_point() or not values.numel():
-        return 1.0
-    weight = getattr(module, "weight", None) if own == "bias" else values
-    if not isinstance(weight, Tensor) or id(weight) not in names:
-        return 1.0
-    found, count = values.detach().double(), values.numel()
-    size, largest = float(found.pow(2).mean().sqrt()), float(found.abs().max())
-    if size == 0 or (count > 1 and float(found.std(correction=0)) < 1e-3 * size):  # zeros, ones
-        return 1.0
-    near = 3 / math.sqrt(count) + 0.005
-    for here, there in zip(
-        *(_laws(own, tuple(shape)) for shape in (weight.shape, shapes[names[id(weight)]])), strict=True
-    ):
-        within = largest <= 1.01 * math.sqrt(3) * here[0]  # the bound of a uniform law
-        if abs(size / here[0] - 1) < near and (within or not here[1]):
-            return float(there[0] / here[0])
-    return 1.0
+        return 0.0
+    return float(values.detach().double().pow(2).mean().sqrt())
 
 
-def _laws(own: str, shape: tuple[int, ...]) -> list[tuple[float, bool]]:
-    """Root mean squares of the usual initializations, and whether they are uniform."""
+def _laws(own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> Iterator[tuple[float, float, bool]]:
+    """Root mean squares of the usual initializations at this and at base width, and whether they are uniform."""
     if len(shape) < 2:
-        return [(shape[0] ** -0.5, False)] if shape and own != "bias" else []
-    fan_in, fan_out = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
-    default = ((3 * fan_in) ** -0.5, True)  # of torch: within 1 / sqrt(fan_in)
+        if shape and own != "bias":
+            yield shape[0] ** -0.5, base[0] ** -0.5, False
+        return
+    fans = [(math.prod(sizes[1:]), sizes[0] * math.prod(sizes[2:])) for sizes in (shape, base)]
+    (here_in, here_out), (there_in, there_out) = fans
+    if "weight" not in own and own != "bias":  # tables and tokens
+        yield shape[-1] ** -0.5, base[-1] ** -0.5, False
+        return
+    yield (3 * here_in) ** -0.5, (3 * there_in) ** -0.5, True  # of torch: within 1 / sqrt(fan_in)
     if own == "bias":
-        return [default]
-    width = [] if own == "weight" else [(shape[-1] ** -0.5, False)]  # of tables and tokens
-    return [
-        default,
-        *width,
-        ((2 / (fan_in + fan_out)) ** 0.5, False),
-        (fan_in**-0.5, False),
-        ((2 / fan_in) ** 0.5, False),
-    ]
+        return
+    yield (2 / (here_in + here_out)) ** 0.5, (2 / (there_in + there_out)) ** 0.5, False
+    yield here_in**-0.5, there_in**-0.5, False
+    yield (2 / here_in) ** 0.5, (2 / there_in) ** 0.5, False
+
+
+HEADS = ("heads", "num_heads", "n_heads", "num_attention_heads")
+QUERIES, FUSED = ("to_q", "q_proj", "query", "wq"), ("qkv", "to_qkv", "qkv_proj")
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Name, module and head size of attention as torch, diffusers, timm and this package write it."""
+    """Name, module and head size of attention as torch, diffusers, transformers, timm and this package write it."""
     for name, module in model.named_modules():
-        heads = getattr(module, "heads", getattr(module, "num_heads", None))
+        heads = next((found for key in HEADS if isinstance(found := vars(module).get(key), int)), 0)
         if isinstance(module, nn.MultiheadAttention):
             yield name, module, module.head_dim
-        elif isinstance(heads, int) and isinstance(query := getattr(module, "to_q", None), nn.Linear):
-            yield name, module, query.out_features // heads
-        elif isinstance(heads, int) and isinstance(query := getattr(module, "qkv", None), nn.Linear):
-            yield name, module, query.out_features // (3 * heads)
+        elif heads:
+            parts = [(getattr(module, key, None), 3 if key in FUSED else 1) for key in (*QUERIES, *FUSED)]
+            layers = [(layer, count) for layer, count in parts if isinstance(layer, nn.Linear | _ConvNd)]
+            for layer, count in layers[:1]:
+                yield name, module, layer.weight.shape[0] // (count * heads)
 
 
 def _queries(attention: nn.Module) -> Iterator[str]:
     """The modules that queries leave last: a norm behind the projection, if there is one; of timm, `q_norm`."""
-    for norm, projection in (("norm_q", "to_q"), ("norm_added_q", "add_q_proj"), ("q_norm", "")):
-        found = [name for name in (norm, projection) if isinstance(getattr(attention, name or "-", None), nn.Module)]
+    for norms, layers in ((("norm_q", "q_norm"), QUERIES), (("norm_added_q",), ("add_q_proj",))):
+        found = [name for name in norms if isinstance(getattr(attention, name, None), nn.Module)]
+        found += [name for name in layers if isinstance(getattr(attention, name, None), nn.Linear | _ConvNd)]
         yield from found[:1]

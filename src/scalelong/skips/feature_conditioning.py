@@ -10,6 +10,7 @@ module, as for a scaling (`long_skip.py`).
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ _HOOK = "_scalelong_features"  # attribute of a hooked module
 class Route:
     """Where features are taken and where they are added; stored next to the weights."""
 
-    tap: str  # the module whose output is pooled
+    tap: str  # the module whose output is pooled; "blocks.3[1]" is the second of several
     targets: tuple[str, ...]  # the modules whose condition is changed
     argument: str = OUTPUT  # the condition: this argument of a target's call, or its output
     token: int | None = None  # of a condition (B, T, D): this token; None: all
@@ -82,8 +83,9 @@ def attach_features(model: nn.Module, conditioning: FeatureConditioning) -> None
     """Hook the tap and the targets, and register the conditioning on the model."""
     hooks.match(conditioning, model)
     route = conditioning.route
-    points = {name: _Hooked(conditioning) for name in (route.tap, *route.targets)}
-    points[route.tap] = replace(points[route.tap], tap=True)
+    tap, item = split_item(route.tap)
+    points = {name: _Hooked(conditioning) for name in (tap, *route.targets)}
+    points[tap] = replace(points[tap], tap=True, item=item)
     for name in route.targets:
         slot = None if route.argument == OUTPUT else find_argument(model.get_submodule(name), name, route.argument)
         points[name] = replace(points[name], output=slot is None, argument=slot)
@@ -170,6 +172,7 @@ class Passing:
 class _Hooked:
     conditioning: FeatureConditioning
     tap: bool = False
+    item: int = 0  # of the tap's outputs
     output: bool = False
     argument: Argument | None = None
 
@@ -193,7 +196,7 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
         return output
     change = None
     if here.tap:
-        change = conditioning(_first_tensor(output))
+        change = conditioning(_tensor_at(output, here.item))
         passing = conditioning.passing
         if not here.output and (passing.recomputes_all or not _recomputing()):
             passing.change = change
@@ -204,7 +207,7 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
     change = _received(conditioning, module) if change is None else change
     if isinstance(output, Tensor):
         return _add(output, change, conditioning.route.token)
-    first = _add(_first_tensor(output), change, conditioning.route.token)
+    first = _add(_tensor_at(output), change, conditioning.route.token)
     return type(output)([first, *output[1:]])
 
 
@@ -239,9 +242,31 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _first_tensor(output: Any) -> Tensor:
-    found: Tensor = output if isinstance(output, Tensor) else output[0]
+def _tensor_at(output: Any, item: int = 0) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output[item]
     return found
+
+
+def split_item(name: str) -> tuple[str, int]:
+    """A module, and which of its outputs is meant.
+
+    >>> split_item("blocks.3[1]"), split_item("blocks.3")
+    (('blocks.3', 1), ('blocks.3', 0))
+    """
+    path, _, item = name.removesuffix("]").partition("[")
+    return (path, int(item)) if item.isdigit() else (name, 0)
+
+
+def named_output(output: Any, name: str, key: str) -> Tensor | None:
+    """The tensor that `name` means; None if there is none. ValueError if a module returns several and none is chosen."""
+    path, item = split_item(name)
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    count = sum(isinstance(part, Tensor) for part in parts)
+    if count > 1 and path == name:
+        several = f"{name} returns {count} tensors, and which one holds the features is not known"
+        raise ValueError(f"{key}: {several}; choose one, such as {name}[1]")
+    found = parts[item] if item < len(parts) else None
+    return found if isinstance(found, Tensor) else None
 
 
 def as_tokens(features: Tensor) -> Tensor:
@@ -264,7 +289,11 @@ def _add(condition: Tensor, change: Tensor, token: int | None) -> Tensor:
 
 
 def find_argument(module: nn.Module, name: str, argument: str) -> Argument:
-    parameters = list(inspect.signature(module.forward).parameters)
+    signature = inspect.signature(module.forward).parameters
+    kinds = {parameter.kind for parameter in signature.values()}
+    parameters = list(signature)
+    if argument not in parameters and inspect.Parameter.VAR_KEYWORD in kinds:
+        return Argument(sys.maxsize, argument)  # one of **kwargs has no position
     if argument not in parameters:
         raise unknown_name(f"argument of {name}", argument, [*parameters, OUTPUT])
     return Argument(parameters.index(argument), argument)

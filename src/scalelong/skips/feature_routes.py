@@ -22,6 +22,8 @@ from scalelong.skips.feature_conditioning import (
     attach_features,
     find_argument,
     is_conditioned,
+    named_output,
+    split_item,
 )
 from scalelong.skips.long_skip import Call
 
@@ -31,7 +33,7 @@ def condition_on_features(
     model: nn.Module,
     tap: str | None = None,
     *,
-    targets: Sequence[str] | None = None,
+    targets: str | Sequence[str] | None = None,
     argument: str | None = None,
     token: int | Literal["all"] | None = None,
     pool: Pool = "mean",
@@ -42,7 +44,8 @@ def condition_on_features(
 
     The plain model is the start: its output is the same until the gate has been trained. `scalelong.remove` undoes it.
 
-    tap: a module, by default the middle block (U-ViT, UNets of diffusers) or the block at half depth (DiT).
+    tap: a module, by default the middle block (U-ViT, UNets of diffusers) or the block at half depth (DiT); "blocks.3[1]" is
+    the second of the tensors that a module returns.
     targets, argument: modules that run after the tap, and the argument of their calls that holds the condition, or "output"
     for their output; the defaults are the time token (U-ViT), the time embedding of the later blocks (UNets), and the
     embedding inside the later blocks (DiT). For other models name them and pass an `example`, as for `apply`.
@@ -65,6 +68,10 @@ def condition_on_features(
         raise ValueError(f"model: this {type(model).__name__} has an attribute {FEATURES_NAME!r} of its own")
     if pool not in ("mean", "attention"):
         raise unknown_name("pool", pool, ("mean", "attention"))
+    targets = [targets] if isinstance(targets, str) else targets
+    for key, names in (("tap", [] if tap is None else [tap]), ("targets", targets or [])):
+        if wrong := [name for name in names if not isinstance(name, str)]:
+            raise TypeError(f"{key}: must be the names of modules, got {type(wrong[0]).__name__}")
     known, candidates = _defaults(model)
     if known is None and (tap is None or not targets):
         unknown = f"where a {type(model).__name__} takes its condition is not known"
@@ -117,13 +124,13 @@ def _example(model: Any, example: Any) -> Call:
 
 def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: bool, example: Any = None) -> Route:
     """The route with its targets and widths, from one run of the model; `chosen` targets must run after the tap."""
-    modules = dict(model.named_modules())
-    for key, name in (("tap", route.tap), *(("targets", name) for name in names)):
+    modules, tap = dict(model.named_modules()), split_item(route.tap)[0]
+    for key, name in (("tap", tap), *(("targets", name) for name in names)):
         if not name or name not in modules:
             raise ValueError(f"{key}: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     slots = {n: None if route.argument == OUTPUT else find_argument(modules[n], n, route.argument) for n in names}
     events: list[tuple[str, str]] = []
-    seen: dict[str, Tensor | None] = {}  # by role and name
+    seen: dict[str, Any] = {}  # by role and name
 
     def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         events.append(("start", name))
@@ -132,11 +139,13 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
 
     def leave(name: str, output: Any) -> None:
         events.append(("end", name))
+        if name == tap:
+            seen.setdefault("tap", output)
         tensor = _tensor(output[0] if isinstance(output, (tuple, list)) and output else output)
         seen.setdefault(f"output {name}", tensor)
 
     handles = []
-    for name in dict.fromkeys([route.tap, *names]):
+    for name in dict.fromkeys([tap, *names]):
         module = modules[name]
         handles += [
             module.register_forward_pre_hook(lambda _m, a, k, name=name: enter(name, a, k), with_kwargs=True),
@@ -150,11 +159,11 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
     finally:
         for handle in handles:
             handle.remove()
-    if ("end", route.tap) not in events:
+    if ("end", tap) not in events:
         raise ValueError(f"tap: {route.tap} does not run in this model's forward; choose a module that does")
-    after = events[events.index(("end", route.tap)) :]
+    after = events[events.index(("end", tap)) :]
     late = [name for name in names if ("start", name) not in events[: -len(after)] and ("start", name) in after]
-    if names == [route.tap] and route.argument == OUTPUT:
+    if names == [tap] and route.argument == OUTPUT:
         late = list(names)
     if chosen and (early := [name for name in names if name not in late]):
         raise ValueError(f"targets: {early[0]} does not run after the tap {route.tap}; choose modules behind it")
@@ -162,7 +171,7 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
         raise ValueError(f"tap: no block of this {type(model).__name__} runs after {route.tap}; choose an earlier one")
     role = "output" if route.argument == OUTPUT else "condition"
     late = [name for name in late if chosen or seen.get(f"{role} {name}") is not None]
-    features = _as_features(seen[f"output {route.tap}"], f"tap: the output of {route.tap}")
+    features = _as_features(named_output(seen["tap"], route.tap, "tap"), f"tap: the output of {route.tap}")
     widths = {}
     for name in late:
         condition = _as_features(seen.get(f"{role} {name}"), f"targets: the {route.argument} of {name}")

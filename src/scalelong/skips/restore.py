@@ -20,6 +20,7 @@ from scalelong.skips.feature_conditioning import (
     attach_features,
     conditioning_of,
     is_conditioned,
+    split_item,
 )
 from scalelong.skips.feature_conditioning import to_json as features_to_json
 from scalelong.skips.hooks import (
@@ -90,7 +91,7 @@ def _condition_as(model: nn.Module, stored: dict[str, Any], where: str | Path) -
             raise ValueError(f"{FEATURES_KEY}: {both}; call scalelong.remove(model, 'features') first")
         return
     modules = dict(model.named_modules())
-    for name in (route.tap, *route.targets):
+    for name in (split_item(route.tap)[0], *route.targets):
         if name not in modules:
             raise ValueError(
                 f"{where}: the model has no module {name!r}; {did_you_mean(name, modules)}build it as it was"

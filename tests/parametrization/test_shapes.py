@@ -1,0 +1,158 @@
+"""Roles and initial sizes of modules of many kinds, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from scalelong import mup
+from scalelong.parametrization.attach import OUTPUT, plan_of
+from tests.parametrization.networks import meta, mlp
+
+
+class Attention(nn.Module):
+    """Attention with layers of these names; `fused` ignores `scale`, as timm's does."""
+
+    def __init__(self, width: int, names: tuple[str, ...], fused: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.scale, self.fused_attn, self.names = 2, (width // 2) ** -0.5, fused, names
+        for name in names:
+            self.add_module(name, nn.Linear(width, width * 3 // len(names)))
+        self.q_norm = nn.Identity() if norm else None
+        if len(names) == 1:
+            self.to_q = nn.Identity()  # as MONAI has it, which does not call it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = torch.cat([self.get_submodule(name)(x) for name in self.names], dim=-1).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        q = q if self.q_norm is None else self.q_norm(q)
+        own = None if self.fused_attn or len(self.names) > 1 else self.scale
+        return F.scaled_dot_product_attention(q, k, v, scale=own).transpose(1, 2).flatten(2)
+
+
+SEPARATE = [("to_q", "to_k", "to_v"), ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv")]
+
+
+def plain_attention(model: Attention, x: torch.Tensor, scale: float) -> torch.Tensor:
+    parts = torch.cat([model.get_submodule(name)(x) for name in model.names], dim=-1).chunk(3, dim=-1)
+    q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("names", [*SEPARATE, ("qkv",), ("to_qkv",)])
+def test_heads_that_grow_are_scaled_by_1_over_d_whatever_the_layers_are_called(names: tuple[str, ...]) -> None:
+    """Also where attention is the model itself, which has no name."""
+    torch.manual_seed(0)
+    model, x = Attention(64, names), 3 * torch.randn(2, 5, 64)
+    mup.parametrize(model, meta(Attention, 16, names))
+    unscaled = copy.deepcopy(model)
+    for layer in unscaled.children():
+        layer._forward_hooks.clear()
+    expected = plain_attention(unscaled, x, scale=8**0.5 / 32)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(mup.fold(model)(x), expected)
+    assert not torch.allclose(plain_attention(unscaled, x, scale=32**-0.5), expected)
+
+
+def test_queries_of_fused_layers_are_scaled_behind_q_norm_or_refused() -> None:
+    torch.manual_seed(0)
+    model, x = Attention(64, ("qkv",), fused=True, norm=True), 3 * torch.randn(2, 5, 64)
+    mup.parametrize(model, meta(Attention, 16, ("qkv",), fused=True, norm=True))
+    assert getattr(model.q_norm, OUTPUT) == pytest.approx(0.5)
+    expected = model(x)
+    torch.testing.assert_close(mup.fold(model)(x), expected)  # an identity has no weight: the queries' part of qkv
+    with pytest.raises(ValueError, match="has heads of 32, of 8 at base width, and a fixed scale"):
+        mup.parametrize(Attention(64, ("qkv",), fused=True), meta(Attention, 16, ("qkv",), fused=True))
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_are_computed_are_refused(norm) -> None:
+    def make(width: int, bias: bool = True) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), norm(nn.Linear(width, 2, bias=bias)))
+
+    for bias in (True, False):
+        model = make(64, bias)
+        before, attributes = copy.deepcopy(model.state_dict()), set(vars(model))
+        with pytest.raises(ValueError, match=r"model: 1\..* weight is computed from other tensors.* without it"):
+            mup.parametrize(model, make(16, bias))
+        assert set(vars(model)) == attributes
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_lazy_modules_are_refused() -> None:
+    def make(width: int) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(width), nn.Linear(width, 1))
+
+    with pytest.raises(ValueError, match=r"model: 0\.weight has no shape yet; run the model once"):
+        mup.parametrize(make(64), make(16))
+
+
+def test_a_norm_over_several_dimensions_is_not_a_readout() -> None:
+    def make(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), nn.LayerNorm([5, width]), nn.Linear(width, 2))
+
+    model, x = mup.parametrize(make(64), make(16)), torch.randn(2, 5, 3)
+    assert list(plan_of(model).inputs) == ["2"]
+    expected = model(x)
+    torch.testing.assert_close(mup.fold(model)(x), expected)
+
+
+class Table(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(1, 17, width), std=0.02))
+
+
+def test_a_table_of_constant_size_is_not_taken_for_one_that_shrinks() -> None:
+    """0.02 is near Xavier's size for 17 positions at this width."""
+    torch.manual_seed(0)
+    assert mup.roles(mup.parametrize(Table(256), meta(Table, 32)))["positions"].initial == 1
+
+
+def orthogonal(width: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, 2))
+    for layer in model:
+        nn.init.orthogonal_(layer.weight)
+    return model
+
+
+def fan_out(width: int) -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, width, 3), nn.Conv2d(width, 4 * width, 3), nn.Conv2d(4 * width, 2, 1))
+    for layer in model:
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out")
+    return model
+
+
+def gain(width: int) -> nn.Module:
+    model = mlp(width)
+    for layer in (model[0], model[2], model[4]):
+        nn.init.xavier_uniform_(layer.weight, gain=5 / 3)
+    return model
+
+
+@pytest.mark.parametrize("make", [orthogonal, fan_out, gain, lambda width: nn.LSTM(3, width)])
+def test_other_initial_sizes_are_measured_if_the_base_has_values(make) -> None:
+    torch.manual_seed(0)
+    model, base = make(256), make(32)
+    mup.parametrize(model, base)
+    for name, role in mup.roles(model).items():
+        size = [float(each.get_parameter(name).detach().square().mean().sqrt()) for each in (model, base)]
+        expected = 8**-0.5 if role.role == "hidden" else 1
+        if "bias" not in name or isinstance(model, nn.LSTM):
+            assert size[0] / size[1] == pytest.approx(expected, rel=0.25), name
+
+
+def test_measured_sizes_overrule_a_law_that_fits_by_chance() -> None:
+    def make(width: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, width), nn.Linear(width, 2))
+        nn.init.normal_(model[1].weight, std=256**-0.5)  # constant: at 256, the size of 1 / sqrt(fan-in)
+        return model
+
+    torch.manual_seed(0)
+    assert mup.roles(mup.parametrize(make(256), make(64)))["1.weight"].initial == pytest.approx(0.5)
