@@ -4,13 +4,13 @@
     python benchmarks/growth.py --cpu --out benchmarks/results/growth_cpu.json  # around a small network, one thread
 
 One factor changes at a time. Windows of the three methods take turns, so their ratios hold on a machine that others use.
-Memory is that of the activations kept for the backward pass, and on a GPU also the peak of the whole step.
+Memory is that of the activations kept for the backward pass, and on a GPU also the peak of the whole step. There every
+network is a process; some of them compile at the same time, and all are timed one after another.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import statistics
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import tyro
-from measure import Step, about, saved_bytes, spread, windows, write
+from measure import Step, about, in_turn, saved_bytes, spread, wait_for_turn, windows, write
 
 from scalelong.data import MemorySource, make_loader
 from scalelong.diffusion import draw_time_and_noise
@@ -34,6 +34,7 @@ from scalelong.training.optimizers import EMA
 from scalelong.training.step import Pending, Stepper, autocast, sample_indices
 
 METHODS = ("none", "cs", "ls")
+AT_ONCE = {"preset": 2}  # networks that compile at the same time, else 6; each holds its memory
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Benchmark:
     steps: int = 0  # in a window; 0: 10 on a GPU, 1 on a CPU
     cpu: bool = False
     out: str = ""
+    worker: str = ""  # "depth/16/ls": this process measures one network on a GPU and prints its row
 
 
 @dataclass(frozen=True)
@@ -128,27 +130,42 @@ class Measured:
         return saved_bytes(loss, list(self.model.parameters()))
 
 
-def rows_of(factor: str, value: Any, case: Case, command: Benchmark, device: torch.device) -> list[dict[str, Any]]:
+def measure_on_a_gpu(command: Benchmark, device: torch.device) -> dict[str, Any]:
+    """The row of one network, as a worker prints it."""
+    factor, value, method = command.worker.split("/")
+    case = next(case for name, case in cases(factor, Case(), small=False).items() if str(name) == value)
+    each = Measured(case, method, command.compile, device)
+    times = windows([each.step], device, command.windows, command.steps or 10, 6, wait_for_turn)[0]
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return spread(times) | {
+        "peak_gib": peak, "activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters,
+    }  # fmt: skip
+
+
+def gpu_rows(factor: str, values: dict[Any, Case], command: Benchmark) -> dict[Any, list[dict[str, Any]]]:
+    """Rows of all networks of one factor, measured by workers."""
+    options = [f"--windows={command.windows}", f"--steps={command.steps}", f"--compile={command.compile}"]
+    found: dict[Any, list[dict[str, Any]]] = {value: [] for value in values}
+    wanted = [(value, method) for value in values for method in METHODS]
+    size = AT_ONCE.get(factor, 6)
+    for first in range(0, len(wanted), size):
+        part = wanted[first : first + size]
+        names = [f"--worker={factor}/{value}/{method}" for value, method in part]
+        for (value, method), row in zip(
+            part, in_turn([[sys.executable, __file__, *options, n] for n in names]), strict=True
+        ):
+            about_case = {"factor": factor, "value": value, "method": method, **dataclasses.asdict(values[value])}
+            found[value] += [] if row is None else [about_case | row]
+    return found
+
+
+def cpu_rows(factor: str, value: Any, case: Case, command: Benchmark) -> list[dict[str, Any]]:
     """One row per method."""
-    on_gpu = device.type == "cuda"
-    timing = (command.windows, command.steps or (10 if on_gpu else 1))
-    mode = command.compile if on_gpu else "off"
+    device = torch.device("cpu")
     rows = [{"factor": factor, "value": value, "method": method, **dataclasses.asdict(case)} for method in METHODS]
-    if on_gpu:  # one at a time: the peak memory is that of one
-        for row, method in zip(rows, METHODS, strict=True):
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            each = Measured(case, method, mode, device)
-            row |= spread(windows([each.step], device, *timing, warm_up=6)[0])
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            row |= {"activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters}
-            del each
-        return rows
-    measured = [Measured(case, method, mode, device) for method in METHODS]
+    measured = [Measured(case, method, "off", device) for method in METHODS]
     steps: list[Step] = [each.step for each in measured]
-    found = windows(steps, device, *timing, warm_up=1)
+    found = windows(steps, device, command.windows, command.steps or 1, warm_up=1)
     for row, each, times in zip(rows, measured, found, strict=True):
         row["over_none"] = statistics.median(a / b for a, b in zip(times, found[0], strict=True))  # window by window
         row |= spread(times) | {"activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters}
@@ -192,15 +209,19 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         as_a_rank(command, base, device)
         return
+    if command.worker:
+        print("\n" + json.dumps(measure_on_a_gpu(command, device)))
+        return
     result: dict[str, Any] = {**about(device), "base": dataclasses.asdict(base) | {"tokens": base.tokens}, "rows": []}
     for factor in command.factors:
         if factor == "ranks":
             counts = (1, 2) if not on_gpu else tuple(n for n in (1, 2) if n <= torch.cuda.device_count())
             found = {count: ranks_rows(command, count) for count in counts}
+        elif on_gpu:
+            found = gpu_rows(factor, cases(factor, base, small=False), command)
         else:
             found = {
-                value: rows_of(factor, value, case, command, device)
-                for value, case in cases(factor, base, not on_gpu).items()
+                value: cpu_rows(factor, value, case, command) for value, case in cases(factor, base, small=True).items()
             }
         for value, rows in found.items():
             times = ", ".join(f"{row['method']} {row['ms']:.1f}" for row in rows)

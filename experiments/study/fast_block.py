@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 from weights import Weights
 
+from scalelong.backbones import fused
 from scalelong.backbones.uvit import Block, SkipLinear
 from scalelong.skips.hooks import is_scaled, scaling_of
 
@@ -289,6 +290,8 @@ def speed_up(model: nn.Module, weights: Weights) -> None:
         if type(module) is nn.Linear:
             module.__class__ = fast_uvit.SmallLinear
     if model.num_tokens != TOKENS:
+        if weights.low.dtype == torch.bfloat16:
+            fused.for_training(model)
         return
     for module in list(model.modules()):
         if isinstance(module, Block) and _supported(module):

@@ -15,6 +15,7 @@ import triton.language as tl
 from products import begin
 from torch import Tensor, nn
 
+from scalelong.backbones.fused import FusedPatchEmbed
 from scalelong.backbones.uvit import Attention, PatchEmbed
 
 TILE = 64
@@ -27,7 +28,7 @@ def speed_up(model: nn.Module) -> None:
         if type(module) is Attention and module.qkv.in_features == module.heads * TILE and module.scale is None:
             module.__class__ = FastAttention
         elif type(module) is PatchEmbed:
-            module.__class__ = FastPatchEmbed
+            module.__class__ = FusedPatchEmbed
         elif type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.padding == (1, 1):
             module.__class__ = FastConv
 
@@ -37,15 +38,6 @@ class FastAttention(Attention):
         if x.shape[1] != TOKENS:
             return super().forward(x)
         return self.proj(attention(self.qkv(x), self.heads))
-
-
-class FastPatchEmbed(PatchEmbed):
-    """The convolution as a matrix product over the pixels of each patch."""
-
-    def forward(self, image: Tensor) -> Tensor:
-        size = self.proj.kernel_size[0]
-        patches = image.unflatten(3, (-1, size)).unflatten(2, (-1, size)).permute(0, 2, 4, 1, 3, 5)
-        return F.linear(patches.flatten(3).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class SmallLinear(nn.Linear):

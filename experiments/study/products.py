@@ -14,6 +14,8 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from scalelong.backbones.mlp_kernel import gelu
+
 EPS = tl.constexpr(1e-5)  # of the norms
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # Triton's interpreter has no inline assembly
 
@@ -77,30 +79,6 @@ def _linear(
 
 
 @triton.jit
-def _exp2(x):
-    if INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _inverse(x):
-    if INTERPRETED:
-        return 1 / x
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _gelu(x):
-    """GELU and its slope, with the normal distribution function from Abramowitz and Stegun 7.1.26: error below 2e-7."""
-    t = _inverse(1.0 + 0.23164190 * tl.abs(x))
-    series = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-    tail = _exp2(x * x * -0.7213475204444817)  # exp(-x^2 / 2)
-    below = tl.where(x < 0, series * tail, 1 - series * tail)
-    return x * below, below + x * tail * 0.3989422804014327
-
-
-@triton.jit
 def _linear_gelu(
     a, w, bias, out, slope, M, N,  # noqa: N803
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLOPE: tl.constexpr,  # noqa: N803
@@ -110,7 +88,7 @@ def _linear_gelu(
     column, row = tl.program_id(0) * BN, tl.program_id(1) * BM
     total = _matmul(a, w, row, column, tl.zeros((BM, BN), tl.float32), K, BK, True)
     _, columns, offsets, inside = _place(row, column, M, N, BM, BN)
-    value, derivative = _gelu(total + tl.load(bias + columns).to(tl.float32)[None, :])
+    value, derivative = gelu(total + tl.load(bias + columns).to(tl.float32)[None, :])
     tl.store(out + offsets, value.to(out.dtype.element_ty), inside)
     if SLOPE:
         tl.store(slope + offsets, derivative.to(slope.dtype.element_ty), inside)
