@@ -56,15 +56,15 @@ def inference(model: nn.Module | None, enabled: bool = True) -> Iterator[None]:
 def for_training(model: nn.Module) -> None:
     """Use what is faster and has a backward pass in every U-ViT of `model`, for good."""
     for network in (part for part in model.modules() if isinstance(part, UViT)):
-        attention_kernel = _has_attention_kernel(network)
+        attention_kernel, mlp_kernel = _has_attention_kernel(network), _gpu_has_kernels(network)
         for module in network.modules():
             if type(module) is Attention and _can_fuse(module, attention_kernel):
                 module.__class__ = FusedAttention
-            if type(module) is Block and network.pos_embed.is_cuda and _gpu_has_kernel() and _has_mlp_kernel(module):
+            elif type(module) is Block and mlp_kernel and _has_mlp_kernel(module):
                 module.mlp.__class__ = FusedMlp
-            if type(module) is SkipLinear and _has_plain_parameters(module):
+            elif type(module) is SkipLinear and _has_plain_parameters(module):
                 module.__class__ = TrainedSkipLinear
-            if type(module) is PatchEmbed and _is_plain(module.proj):
+            elif type(module) is PatchEmbed and _is_plain(module.proj):
                 module.__class__ = FusedPatchEmbed
 
 
@@ -220,12 +220,13 @@ def _has_mlp_kernel(block: Block) -> bool:
 def _has_attention_kernel(network: UViT) -> bool:
     """True for 16 x 16 patches, one or two extra tokens and heads of 64 channels, as in every preset without text."""
     measured = network.num_tokens in (257, 258) and network.config.dim == 64 * network.config.heads
-    return measured and network.pos_embed.is_cuda and _gpu_has_kernel()
+    return measured and _gpu_has_kernels(network)
 
 
-def _gpu_has_kernel() -> bool:
-    """Measured on an H200; older GPUs and AMD's keep torch's kernel. Triton comes with torch's GPU builds only."""
-    return find_spec("triton") is not None and torch.version.hip is None and torch.cuda.get_device_capability()[0] >= 9
+def _gpu_has_kernels(network: UViT) -> bool:
+    """Measured on an H200; older GPUs and AMD's keep torch's kernels. Triton comes with torch's GPU builds only."""
+    on_gpu = network.pos_embed.is_cuda and find_spec("triton") is not None and torch.version.hip is None
+    return on_gpu and torch.cuda.get_device_capability()[0] >= 9
 
 
 @torch.library.custom_op("scalelong::linear_gelu", mutates_args=())

@@ -1,8 +1,9 @@
 """The fast step (training.compile = "step"): flat weights, one update kernel, forward and backward pass as one CUDA graph.
 
-Weights, gradients, moments and average become views of flat float32 tensors, which one kernel updates in one pass. The
-network that runs is a copy of the model whose matrices are views of a flat 16-bit tensor, so a step casts no weights. Model,
-average and optimizer keep their names and shapes, so checkpoints are those of the plain path. A CPU runs it eagerly.
+Weights, gradients, moments and EMA become views of flat float32 tensors, which one kernel updates in one pass. The network
+that runs is a copy of the model whose matrices are views of a flat 16-bit tensor, so a step casts no weights, and whose
+parts are swapped for those of `backbones.fused`. Model, EMA and optimizer keep their names and shapes, so checkpoints are
+those of the plain path. A CPU runs it eagerly.
 """
 
 from __future__ import annotations
@@ -141,15 +142,15 @@ class FastStepper(Stepper):
         vars(self).update(vars(plain))
         self.optimizer, self.ema, self.step = optimizer, ema, 0
         self.optimizers = [optimizer]
-        network = self.model if optimizer.low is optimizer.weights else low_precision_copy(self.model, optimizer)
-        trained = dict(network.named_parameters())
+        self.network = self.model if optimizer.low is optimizer.weights else low_precision_copy(self.model, optimizer)
+        trained = dict(self.network.named_parameters())
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.trained = [trained[names[id(parameter)]] for parameter in optimizer.parameters]
         same: dict[torch.dtype, list[int]] = {}  # torch copies many tensors at once only from one dtype
         for i, parameter in enumerate(self.trained):
             same.setdefault(parameter.dtype, []).append(i)
         self._homes = [([optimizer.view(optimizer.gradient, i) for i in part], part) for part in same.values()]
-        self.net = as_network(network)
+        self.net = as_network(self.network)
         self._losses: Any = torch.compile(self._loss, dynamic=False) if self.device.type == "cuda" else self._loss
         self._graph: torch.cuda.CUDAGraph | None = None
 
