@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 import scalelong
-from scalelong.backbones import UViT, UViTConfig, fused, uvit
-from scalelong.backbones.fused import add_product_, linear_gelu
+from scalelong.backbones import UViT, UViTConfig, fused, fused_ops, uvit
+from scalelong.backbones.fused_ops import add_product_, linear_gelu
 from scalelong.scaling.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -79,15 +79,15 @@ def test_linear_gelu_equals_gelu_of_the_linear_layer() -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(16, 64), 3 * torch.randn(5, 7, 16)
     with torch.no_grad():
-        exact, found = F.gelu(linear(x)), linear_gelu(x, linear)
+        exact, found = F.gelu(linear(x)), linear_gelu(x, linear.weight, linear.bias)
     assert found.shape == (5, 7, 64)
     assert (found - exact).abs().max() <= 6e-4
 
 
 def test_the_product_is_added_in_place() -> None:
     onto, x, weight = torch.randn(2, 5, 8), torch.randn(2, 5, 6), torch.randn(8, 6)
-    want = onto + 0.3 * x @ weight.T
-    assert add_product_(onto, x, weight, 0.3) is onto
+    want = onto + x @ weight.T
+    assert add_product_(onto, x, weight) is onto
     torch.testing.assert_close(onto, want)
 
 
@@ -98,7 +98,7 @@ def test_the_compiler_keeps_an_operator_in_one_piece() -> None:
             self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return linear_gelu(x, self.linear)
+            return linear_gelu(x, self.linear.weight, self.linear.bias)
 
     model, x = Model(), torch.randn(2, 3, 8)
     with torch.no_grad():
@@ -109,25 +109,25 @@ def test_the_compiler_keeps_an_operator_in_one_piece() -> None:
 
 def test_a_kernel_that_fails_warns_once_and_falls_back(monkeypatch) -> None:
     """In a container without a C compiler, for example: Triton needs one."""
-    monkeypatch.setattr(fused, "_failures", {})
+    monkeypatch.setattr(fused_ops, "failures", {})
     monkeypatch.setitem(sys.modules, "triton", None)  # importing it fails
     monkeypatch.delitem(sys.modules, "scalelong.backbones.attention_kernel", raising=False)
     qkv = torch.randn(2, 257, 3 * 64)
     with pytest.warns(UserWarning, match=r"attention_kernel\.attend failed .*; using torch's instead"):
-        found = fused.attention(qkv, 1)
+        found = fused_ops.attention(qkv, 1)
     torch.testing.assert_close(found, _plain_attention(qkv, 1))
-    assert len(fused._failures) == 1
+    assert len(fused_ops.failures) == 1
     grad = torch.randn_like(found)
-    want, found = (_gradient(function, qkv, 1, grad) for function in (_plain_attention, fused.attention))
+    want, found = (_gradient(function, qkv, 1, grad) for function in (_plain_attention, fused_ops.attention))
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.library.opcheck(fused._attention, (qkv, 1))
+        torch.library.opcheck(fused_ops._attention, (qkv, 1))
 
 
 def test_the_fused_mlp_has_the_outputs_and_gradients_of_the_plain_one(monkeypatch) -> None:
     """In torch's operations; the kernels are compared in the interpreter and on a GPU."""
-    monkeypatch.setattr(fused, "_failures", {"mlp_kernel": "not here"})
+    monkeypatch.setattr(fused_ops, "failures", {"mlp_kernel": "not here"})
     plain, mlp, x = *_two_mlps(torch.float32), torch.randn(2, 5, 64)
     assert_same_mlps(plain, mlp, x, 1e-5)
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
@@ -179,11 +179,11 @@ def test_under_autocast_the_residual_path_is_16_bit() -> None:
 
 
 def test_inputs_of_blocks_are_not_overwritten(monkeypatch) -> None:
-    """4 + 1 blocks accumulate their MLP in place, and 2 of them their skip."""
+    """4 + 1 blocks accumulate their MLP in place."""
     model, x, time = _model()
     targets: list[Tensor] = []
-    plain = fused.add_product_
-    monkeypatch.setattr(fused, "add_product_", lambda onto, *rest: targets.append(onto) or plain(onto, *rest))
+    plain = fused_ops.add_product_
+    monkeypatch.setattr(fused_ops, "add_product_", lambda onto, *rest: targets.append(onto) or plain(onto, *rest))
     given: list[tuple[Tensor, Tensor]] = []
 
     def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -192,7 +192,7 @@ def test_inputs_of_blocks_are_not_overwritten(monkeypatch) -> None:
     for block in (*model.in_blocks, model.mid_block, *model.out_blocks):
         block.register_forward_pre_hook(keep)
     _fused(model, x, time)
-    assert len(targets) == 5 + 2
+    assert len(targets) == 5
     assert len(given) == 5 + 2
     assert all(torch.equal(tensor, before) for tensor, before in given)
 
@@ -301,20 +301,20 @@ def test_only_measured_sizes_use_the_attention_kernel(monkeypatch) -> None:
 _IN_THE_INTERPRETER = """
 import sys, torch
 sys.path.append(sys.argv[1])
-from scalelong.backbones import fused
+from scalelong.backbones import fused_ops
 from tests.backbones.test_fused import _gradient, _plain_attention, _two_mlps, assert_same_mlps
 torch.manual_seed(0)
 for tokens, heads, channels in ((257, 2, 64), (258, 3, 32), (256, 1, 64), (65, 2, 16)):
     qkv = 2 * torch.randn(2, tokens, 3 * heads * channels)
     want = _plain_attention(qkv, heads)
-    torch.testing.assert_close(fused.attention(qkv, heads), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fused_ops.attention(qkv, heads), want, atol=1e-5, rtol=1e-5)
     grad = torch.randn_like(want)
-    want, found = (_gradient(each, qkv, heads, grad) for each in (_plain_attention, fused.attention))
+    want, found = (_gradient(each, qkv, heads, grad) for each in (_plain_attention, fused_ops.attention))
     torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-5)
     print("equal", tokens)
 for rows in (130, 65):
     assert_same_mlps(*_two_mlps(torch.float32), torch.randn(1, rows, 64), 1e-5)
-assert not fused._failures, fused._failures
+assert not fused_ops.failures, fused_ops.failures
 """
 
 
@@ -340,7 +340,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def test_on_a_gpu_linear_gelu_is_exact_to_its_dtype() -> None:
     linear, x = nn.Linear(16, 64, device="cuda"), torch.randn(5, 7, 16, device="cuda")
     with torch.no_grad():
-        exact, found = F.gelu(linear(x)), linear_gelu(x.bfloat16(), linear)
+        exact, found = F.gelu(linear(x)), linear_gelu(x.bfloat16(), linear.weight, linear.bias)
     assert found.dtype == torch.bfloat16
     assert (found - exact).abs().max() <= 6e-4 + 2 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
 
@@ -351,14 +351,14 @@ def test_on_a_gpu_linear_gelu_is_exact_to_its_dtype() -> None:
 def test_on_a_gpu_attention_is_exact_to_its_dtype(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkv = (2 * torch.randn(5, tokens, 3 * 512, device="cuda")).to(dtype)
-    want, found = _plain_attention(qkv.double(), 8), fused.attention(qkv, 8)
+    want, found = _plain_attention(qkv.double(), 8), fused_ops.attention(qkv, 8)
     assert found.dtype == dtype
     assert (found - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
     grad = torch.randn_like(want)
     want = _gradient(_plain_attention, qkv.double(), 8, grad)
-    found = _gradient(fused.attention, qkv, 8, grad.to(dtype))
-    again = _gradient(fused.attention, qkv, 8, grad.to(dtype))
-    assert not fused._failures
+    found = _gradient(fused_ops.attention, qkv, 8, grad.to(dtype))
+    again = _gradient(fused_ops.attention, qkv, 8, grad.to(dtype))
+    assert not fused_ops.failures
     assert torch.equal(found, again)  # sums have a fixed order
     assert (found - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm()
 
@@ -368,7 +368,7 @@ def test_on_a_gpu_attention_is_exact_to_its_dtype(tokens: int, dtype: torch.dtyp
 def test_on_a_gpu_the_mlp_is_exact_to_its_dtype(rows: int) -> None:
     plain, mlp = _two_mlps(torch.bfloat16, "cuda")
     assert_same_mlps(plain, mlp, torch.randn(3, rows, 64, device="cuda", dtype=torch.bfloat16), 0.02)
-    assert not fused._failures
+    assert not fused_ops.failures
 
 
 @needs_gpu

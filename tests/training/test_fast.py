@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from scalelong.backbones import as_network, fused
+from scalelong.backbones import as_network, fused, fused_ops
 from scalelong.training import Trainer, get_preset, train
 from scalelong.training.build import build_model, build_objective, check_config, resolve_compile
 from scalelong.training.fast import FastStepper, FlatAdamW, low_precision_copy, update_flat
@@ -52,13 +52,13 @@ def test_with_weights_in_16_bits_it_equals_autocast_over_200_steps(fused_parts, 
     if fused_parts:
         monkeypatch.setattr(fused, "_has_attention_kernel", lambda _: True)
         monkeypatch.setattr(fused, "_gpu_has_kernels", lambda _: True)
-        monkeypatch.setattr(fused, "_failures", {"attention_kernel": "no GPU", "mlp_kernel": "no GPU"})
+        monkeypatch.setattr(fused_ops, "failures", {"attention_kernel": "no GPU", "mlp_kernel": "no GPU"})
     length = {"training_steps": 200, "training_checkpoint_every": 100, "training_log_every": 20}
     changes = {"scaling_method": method, "training_precision": "bf16", "model_dim": 64, **length}
     plain = train(tiny(**changes), tmp_path / "plain")
     trainer = Trainer(fast(**changes), tmp_path / "fast")
     swapped = {type(module) for module in trainer.stepper.network.modules()}
-    assert {fused.TrainedSkipLinear, fused.FusedPatchEmbed} <= swapped
+    assert {fused.FusedSkipLinear, fused.FusedPatchEmbed} <= swapped
     assert ({fused.FusedAttention, fused.FusedMlp} <= swapped) == fused_parts
     found = trainer.run()
     assert [loss for _, loss in losses(found)] == pytest.approx([loss for _, loss in losses(plain)], rel=0.02)

@@ -241,6 +241,4 @@ def low_precision_copy(model: nn.Module, optimizer: FlatAdamW) -> nn.Module:
 
 def _to_low_precision(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Forward-pre-hook: tokens in the dtype of autocast, as its products leave them behind the first join anyway."""
-    device = inputs[0].device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs[0].dtype
-    return inputs[0].to(dtype), *inputs[1:]
+    return inputs[0].to(fused.product_dtype(inputs[0])), *inputs[1:]
