@@ -164,6 +164,31 @@ def test_every_block_is_swapped_and_swapped_back() -> None:
         assert [type(module) for module in model.modules()] == before
 
 
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("method", ["none", "cs", "ls"])
+def test_for_training_keeps_outputs_and_gradients(method, precision, tolerance, monkeypatch) -> None:
+    """In a loop of one's own, with weights in float32; in torch's operations where there is no GPU."""
+    monkeypatch.setattr(fused, "_has_attention_kernel", lambda _: True)
+    monkeypatch.setattr(fused, "_gpu_has_kernels", lambda _: True)
+    monkeypatch.setattr(fused_ops, "failures", {"attention_kernel": "no GPU", "mlp_kernel": "no GPU"})
+    torch.manual_seed(0)
+    plain = UViT(UViTConfig(image_size=8, patch_size=2, dim=64, depth=4, heads=1))
+    scalelong.apply(plain, method)
+    model = copy.deepcopy(plain)
+    fused.for_training(model)
+    assert {fused.FusedAttention, fused.FusedMlp, fused.FusedSkipLinear, fused.FusedPatchEmbed} <= set(
+        map(type, model.modules())
+    )
+    x, time, found = torch.randn(3, 3, 8, 8), torch.tensor([10.0, 500.0, 990.0]), []
+    for each in (plain, model):
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            out = each(x, time)
+        gradients = torch.autograd.grad(out.float().square().mean(), list(each.parameters()))
+        found.append((out.float(), torch.cat([gradient.flatten() for gradient in gradients])))
+    for want, result in zip(*found, strict=True):
+        assert (result - want).norm() <= tolerance * want.norm()
+
+
 def test_under_autocast_the_residual_path_is_16_bit() -> None:
     model, x, time = _model()
     seen: list[torch.dtype] = []
