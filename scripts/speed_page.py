@@ -286,9 +286,11 @@ FAST = """What the fast step does differently from the plain loop:
 - The residual stream is in bf16 from the first block on; autocast keeps it in float32 up to the first join.
 
 In a loop of your own, `scalelong.backbones.fused.for_training(model)` swaps these parts into a U-ViT; call it before
-`torch.compile`, and train under bf16 autocast. `tests/training/test_fast.py` and `tests/backbones/test_fused.py` compare each with the plain path, over 200 steps and after
-resuming. What did not pay on an H200 and is not in the code: persistent MLP kernels, queries of the last token as a vector
-instead of a masked tile, recomputing GELU in the backward pass, other tile sizes (`benchmarks/fused_kernels.py --tune`), and
+`torch.compile`, and train under bf16 autocast. `tests/training/test_fast.py` and `tests/backbones/test_fused.py` compare
+each with the plain path, over 200 steps and after resuming.
+
+What did not pay on an H200 and is not in the code: persistent MLP kernels, queries of the last token as a vector instead of
+a masked tile, recomputing GELU in the backward pass, other tile sizes (`benchmarks/fused_kernels.py --tune`), and
 torch.compile without its mixed-order reductions. What is left: the MLP kernels run at about half the rate of the plain
 matrix products, because a program's epilogue is not overlapped with its products."""
 
