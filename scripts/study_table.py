@@ -114,31 +114,41 @@ def _sign(value: float, limit: float) -> int:
     return 0 if abs(value) < limit else 1 if value > 0 else -1
 
 
+SHORT = {
+    "on par with": "on par",
+    "better than": "better",
+    "worse than": "worse",
+    "inconclusive against": "inconclusive",
+}
+
+
 def headline(found: Mapping[str, list[Pair]]) -> str:
-    """One-paragraph summary of the main methods."""
+    """The main methods as a table, and how to read it."""
     end = last_step(found["cs kappa=0.7"])
-    main = [method for method in ("cs kappa=0.7", "ls") if last_step(found[method]) >= end]
-    said, seeds = [], 0
-    for method in main:
+    steps = [step for step in (10_000, 30_000) if step < end]
+    columns = " | ".join(f"{step // 1000}k" for step in (*steps, end))
+    lines = [
+        f"| training loss vs. unscaled after | {columns} | FID vs. unscaled | verdict | seeds |",
+        "|---" * (len(steps) + 5) + "|",
+    ]
+    for method in ("cs kappa=0.7", "ls", MILD, "universal kappa=0.5"):
+        if method not in found or last_step(found[method]) < end:
+            continue
         loss, fid, base, seeds = at_end(found[method], end)
-        said.append(
-            f"{name(method).replace(',', ' with')} is {verdict(loss, fid, base)} the unscaled network (training loss "
-            f"{loss:+.2f}%, FID {fid:.1f} vs. {base:.1f})"
-        )
+        early = [f"{fmean(pair.loss[step] for pair in found[method] if step in pair.loss):+.2f}%" for step in steps]
+        cells = [
+            name(method),
+            *early,
+            f"{loss:+.2f}%",
+            f"{fid:.1f} vs. {base:.1f}",
+            SHORT[verdict(loss, fid, base)],
+            str(seeds),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     level = [pair.level_at for pair in found["cs kappa=0.7"]]
-    early = (
-        f"The unscaled network leads for the first {as_range(level)} steps"
-        if None not in level
-        else "The unscaled network leads early on"
-    )
-    lead = -min(min(pair.loss.values()) for pair in found["cs kappa=0.7"])
-    mild = ""
-    if MILD in found:
-        mild = f" LS with gates initialized at 0.95 instead of 0.5 is {_verdict(found[MILD])}: {outcome(found[MILD])}."
-    return (
-        f"After {end:,} steps of a U-ViT of width 256 on CIFAR-10 ({_plural(seeds, 'seed')}), {' and '.join(said)}. "
-        f"{early}; after that, CS is ahead by at most {lead:.1f}% ({_plural(len(level), 'seed')}).{mild}{repeat(found)}"
-    )
+    crossing = f" CS catches up with the unscaled network at {as_range(level)} steps ({_plural(len(level), 'seed')})."
+    about = "U-ViT of width 256 and depth 12 on CIFAR-10, batch 128, on the batches of an unscaled run with the same kernels."
+    return "\n".join(lines) + f"\n\n{about}{crossing if None not in level else ''}{repeat(found)}"
 
 
 def repeat(found: Mapping[str, list[Pair]]) -> str:
