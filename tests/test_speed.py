@@ -37,6 +37,26 @@ def test_the_cost_at_scale_is_the_measured_step_and_a_ring_all_reduce() -> None:
     )  # the network is the limit
 
 
+_WORKER = """
+import json, sys, time
+print("compiling")
+print("warm", flush=True)
+input()
+started = time.time()
+time.sleep(0.1)
+print(json.dumps({"started": started, "ended": time.time()}))
+print("a late warning", file=sys.stderr)
+"""
+
+
+def test_workers_warm_up_at_once_and_measure_in_turn() -> None:
+    in_turn = runpy.run_path(str(ROOT / "benchmarks" / "measure.py"))["in_turn"]
+    commands = [[sys.executable, "-c", _WORKER], [sys.executable, "-c", "raise SystemExit('no GPU')"]]
+    first, failed, second = in_turn([*commands, commands[0]])
+    assert failed is None
+    assert first["ended"] <= second["started"]
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_a_step_runs_on_a_cpu(tmp_path) -> None:
     out = tmp_path / "step.json"
