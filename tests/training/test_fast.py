@@ -71,6 +71,12 @@ def test_resuming_is_bit_identical(precision, tmp_path) -> None:
     assert_same_run(whole, train(fast(training_precision=precision), tmp_path / "parts"))
 
 
+def test_a_run_of_the_plain_step_continues_with_the_fast_one(tmp_path) -> None:
+    whole = train(tiny(), tmp_path / "whole")
+    train(tiny(training_steps=6), tmp_path / "parts")
+    assert_close_runs(whole, train(fast(), tmp_path / "parts"))
+
+
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_is_handled_as_in_the_plain_step(policy, tmp_path) -> None:
     folders = []

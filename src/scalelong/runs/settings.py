@@ -249,7 +249,7 @@ class RunConfig:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
 
-# Settings that may change on resume: they affect length and output, not the computation.
+# Settings that may change on resume: they affect length, output and speed; shard and compile also rounding.
 MAY_CHANGE = {
     *(
         f"training.{name}"
@@ -261,6 +261,7 @@ MAY_CHANGE = {
             "sample_every",
             "wandb_project",
             "rank_timeout",
+            "compile",
             "shard",
         )
     ),
