@@ -169,7 +169,7 @@ def test_every_block_is_swapped_and_swapped_back() -> None:
 def test_for_training_keeps_outputs_and_gradients(method, precision, tolerance, monkeypatch) -> None:
     """In a loop of one's own, with weights in float32; in torch's operations where there is no GPU."""
     monkeypatch.setattr(fused, "_has_attention_kernel", lambda _: True)
-    monkeypatch.setattr(fused, "_gpu_has_kernels", lambda _: True)
+    monkeypatch.setattr(fused, "_has_mlp_kernel", lambda _: True)
     monkeypatch.setattr(fused_ops, "failures", {"attention_kernel": "no GPU", "mlp_kernel": "no GPU"})
     torch.manual_seed(0)
     plain = UViT(UViTConfig(image_size=8, patch_size=2, dim=64, depth=4, heads=1))

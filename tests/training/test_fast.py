@@ -51,7 +51,7 @@ def test_with_weights_in_16_bits_it_equals_autocast_over_200_steps(fused_parts, 
     """With fused_parts also attention and MLP are those of the GPU, in torch's operations."""
     if fused_parts:
         monkeypatch.setattr(fused, "_has_attention_kernel", lambda _: True)
-        monkeypatch.setattr(fused, "_gpu_has_kernels", lambda _: True)
+        monkeypatch.setattr(fused, "_has_mlp_kernel", lambda _: True)
         monkeypatch.setattr(fused_ops, "failures", {"attention_kernel": "no GPU", "mlp_kernel": "no GPU"})
     length = {"training_steps": 200, "training_checkpoint_every": 100, "training_log_every": 20}
     changes = {"scaling_method": method, "training_precision": "bf16", "model_dim": 64, **length}

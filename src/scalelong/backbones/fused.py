@@ -60,11 +60,11 @@ def for_training(model: nn.Module) -> None:
     'FusedSkipLinear'
     """
     for network in (part for part in model.modules() if isinstance(part, UViT)):
-        attention_kernel, mlp_kernel = _has_attention_kernel(network), _gpu_has_kernels(network)
+        attention_kernel, mlp_kernel = _has_attention_kernel(network), _has_mlp_kernel(network)
         for module in network.modules():
             if type(module) is Attention and _can_fuse(module, attention_kernel):
                 module.__class__ = FusedAttention
-            elif type(module) is Block and mlp_kernel and _has_mlp_kernel(module):
+            elif type(module) is Block and mlp_kernel and _has_plain_mlp(module):
                 module.mlp.__class__ = FusedMlp
             elif type(module) is SkipLinear and _has_plain_parameters(module):
                 module.__class__ = FusedSkipLinear
@@ -153,10 +153,11 @@ def _has_plain_parameters(module: nn.Module) -> bool:
     return all(type(parameter) in (Tensor, nn.Parameter) for parameter in module._parameters.values())
 
 
-def _has_mlp_kernel(block: Block) -> bool:
-    """True where its tiles divide width and hidden channels."""
-    hidden, width = block.mlp.fc1.weight.shape
-    return _has_plain_mlp(block) and width % 64 == 0 and hidden % 128 == 0
+def _has_mlp_kernel(network: UViT) -> bool:
+    """True where its tiles divide width and hidden channels, with the tensor descriptors of Triton 3.4."""
+    width, hidden = network.config.dim, int(network.config.dim * network.config.mlp_ratio)
+    divided = width % 64 == 0 and hidden % 128 == 0
+    return divided and _gpu_has_kernels(network) and find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def _has_attention_kernel(network: UViT) -> bool:

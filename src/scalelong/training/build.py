@@ -84,7 +84,7 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
 
 
 def resolve_compile(config: RunConfig, world_size: int, on_gpu: bool) -> str:
-    """training.compile with auto resolved: step where it is supported, else default; off on a CPU.
+    """training.compile with auto resolved: step where it is supported (from torch 2.8 on), else default; off on a CPU.
 
     >>> from scalelong.runs.settings import TrainingSettings
     >>> resolve_compile(RunConfig(training=TrainingSettings(compile="auto")), world_size=2, on_gpu=True)
@@ -92,8 +92,8 @@ def resolve_compile(config: RunConfig, world_size: int, on_gpu: bool) -> str:
     """
     mode = config.training.compile
     if mode == "auto":
-        mode = "default" if _unsupported_by_fast(config, world_size) else "step"
-        return mode if on_gpu else "off"
+        fast = torch.__version__ >= "2.8" and not _unsupported_by_fast(config, world_size)
+        return "off" if not on_gpu else "step" if fast else "default"
     return mode if on_gpu or mode == "step" else "off"
 
 
