@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +25,7 @@ from scalelong.diffusion import sample as library_sample
 from scalelong.evaluation.frechet import frechet_distance
 from scalelong.runs.settings import SamplingSettings
 from tests.experiments.tiny_study import PIECE, RUNS, tiny_spec
-from tests.packages import FOLDER
+from tests.interpreter import run_interpreted
 
 
 def test_initial_weights_of_one_seed_differ_in_the_gates_alone(tmp_path) -> None:
@@ -206,8 +204,7 @@ def test_gradients_are_flattened_in_the_order_of_the_weights(tmp_path) -> None:
 
 
 _IN_THE_INTERPRETER = """
-import copy, sys, torch
-sys.path += sys.argv[1:]
+import copy, torch
 import fast_block, scalelong
 from scalelong.backbones import UViT, UViTConfig
 from weights import Weights
@@ -256,16 +253,9 @@ for a, b in zip(exact, low, strict=True):
 
 
 @pytest.mark.slow
-def test_the_kernels_are_the_plain_network(monkeypatch) -> None:
+def test_the_kernels_are_the_plain_network() -> None:
     """Output and gradients; Triton's interpreter runs the kernels on the CPU."""
-    if not (FOLDER / ".installed").exists():
-        pytest.skip("make test-slow installs tests/packages.txt")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    paths = [str(FOLDER), str(Path(__file__).parents[2] / "experiments" / "study")]
-    done = subprocess.run(
-        [sys.executable, "-c", _IN_THE_INTERPRETER, *paths], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
+    run_interpreted(_IN_THE_INTERPRETER, Path(__file__).parents[2] / "experiments" / "study")
 
 
 def test_one_leaf_takes_the_gradient_of_neighbouring_parameters(tmp_path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,9 @@ from scalelong.training import Trainer, get_preset, train
 from scalelong.training.build import build_model, build_objective, check_config, resolve_compile
 from scalelong.training.fast import FastStepper, FlatAdamW, low_precision_copy, update_flat
 from scalelong.training.optimizers import EMA
+from tests.interpreter import run_interpreted
 from tests.training.test_loop import Poison
 from tests.training.tiny import assert_same_run, losses, newest, tiny
-
-ROOT = Path(__file__).parents[2]
 
 
 def fast(**changes):
@@ -175,8 +172,7 @@ def test_the_copy_in_16_bits_has_the_outputs_and_gradients_of_autocast(backbone)
 
 
 _IN_THE_INTERPRETER = """
-import sys, torch
-sys.path.append(sys.argv[1])
+import torch
 from scalelong.training.adamw_kernel import update_flat as kernel
 from scalelong.training.fast import update_flat as plain
 torch.manual_seed(0)
@@ -201,16 +197,9 @@ for n, low in ((5000, True), (1024, False)):
 
 
 @pytest.mark.slow
-def test_the_kernel_is_the_plain_update(monkeypatch) -> None:
+def test_the_kernel_is_the_plain_update() -> None:
     """Triton's interpreter runs the kernel, program by program, on the CPU."""
-    packages = ROOT / ".venv" / "packages"
-    if not (packages / ".installed").exists():
-        pytest.skip("make test-slow installs tests/packages.txt")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    command = [sys.executable, "-c", _IN_THE_INTERPRETER, str(packages)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal", "5000", "equal", "1024"]
+    assert run_interpreted(_IN_THE_INTERPRETER).split() == ["equal", "5000", "equal", "1024"]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
