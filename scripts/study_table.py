@@ -135,7 +135,8 @@ def headline(found: Mapping[str, list[Pair]]) -> str:
         if method not in found or last_step(found[method]) < end:
             continue
         loss, fid, base, seeds = at_end(found[method], end)
-        early = [f"{fmean(pair.loss[step] for pair in found[method] if step in pair.loss):+.2f}%" for step in steps]
+        whole = [pair for pair in found[method] if pair.last >= end]  # the same seeds in every column
+        early = [f"{fmean(pair.loss[step] for pair in whole):+.2f}%" for step in steps]
         cells = [
             name(method),
             *early,
