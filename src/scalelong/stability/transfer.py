@@ -86,23 +86,25 @@ def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point
     """
     out, points = Path(out), []
     for position, (point, config) in enumerate(grid.items(), 1):
-        folder = out / point.name
-        if not (folder / DIVERGED).is_file():
-            if is_main_rank():
-                logger.info("run %d of %d: %s", position, len(grid), point.name)
-            try:
-                trainer = Trainer(config, folder)
-                trainer.run()
-                if trainer.stopping:
-                    raise RuntimeError(
-                        f"stopped in {point.name} at step {trainer.step}; repeat the command to continue"
-                    )
-            except NonFiniteError as error:
-                write_text(folder / DIVERGED, f"{error}\n")
-        points.append(replace(point, loss=None if (folder / DIVERGED).is_file() else final_loss(folder)))
+        if is_main_rank():
+            logger.info("run %d of %d: %s", position, len(grid), point.name)
+        points.append(replace(point, loss=loss_of(config, out / point.name)))
         if is_main_rank():
             write_text(out / RESULTS, json.dumps([asdict(point) for point in points], indent=1) + "\n")
     return points
+
+
+def loss_of(config: RunConfig, folder: Path) -> float | None:
+    """Train in `folder` unless complete, and return the mean training loss over the last tenth; None if not finite."""
+    if not (folder / DIVERGED).is_file():
+        try:
+            trainer = Trainer(config, folder)
+            trainer.run()
+            if trainer.stopping:
+                raise RuntimeError(f"stopped in {folder.name} at step {trainer.step}; repeat the command to continue")
+        except NonFiniteError as error:
+            write_text(folder / DIVERGED, f"{error}\n")
+    return None if (folder / DIVERGED).is_file() else final_loss(folder)
 
 
 def final_loss(folder: Path) -> float:

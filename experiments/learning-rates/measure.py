@@ -1,0 +1,131 @@
+"""Loss and share of collapsed runs over the learning rate, for every run of the settings.
+
+A run has collapsed if its loss is not finite or, over its last tenth, above `options.collapsed`: predicting no noise gives 1.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib.pyplot as plt
+from output import Claim, Outcome, dress, save, write_csv
+from settings import Experiment, run_key
+from tqdm import tqdm
+
+from scalelong import progress
+from scalelong.report.colours import PALETTE
+from scalelong.runs.settings import RunConfig
+from scalelong.stability.transfer import loss_of
+
+RUNS = Path("runs/experiments")
+Key = tuple[str, float, int]  # run, rate, seed
+
+
+def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
+    rates, limit = experiment.options["rates"], experiment.options["collapsed"]
+    grid = {
+        (name, rate, seed): replace(config, optimizer=replace(config.optimizer, lr=rate))
+        for rate in rates
+        for (name, seed), config in experiment.configs.items()
+    }
+    losses = trained(grid, experiment.options["jobs"])
+    rows = [
+        {"run": name, "lr": rate, "seed": seed, "loss": loss, "collapsed": loss is None or loss > limit}
+        for (name, rate, seed), loss in losses.items()
+    ]
+    write_csv(rows, out / "runs.csv")
+    table = averages(rows)
+    draw(table, rows, out / "learning-rates.png")
+    config = next(iter(grid.values()))
+    setting = (
+        f"U-ViT of width {config.model.dim} on {config.data.name} at {config.data.image_size}x{config.data.image_size}, "
+        f"{config.training.steps} steps (warm-up {config.optimizer.warmup_steps}), batch {config.training.batch_size}; "
+        f"collapsed: loss above {limit:g} at the end"
+    )
+    return Outcome(judged(table), setting, {"table": table})
+
+
+def trained(grid: Mapping[Key, RunConfig], jobs: int) -> dict[Key, float | None]:
+    """The final training loss of every run, None where it was not finite; runs that are complete are not repeated."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), progress.hide) as pool:
+        futures = {
+            pool.submit(loss_of, config, RUNS / run_key(config)): key
+            for key, config in sorted(grid.items(), key=lambda item: item[0][2])  # seed by seed
+        }
+        bar = tqdm(as_completed(futures), total=len(futures), desc="runs", disable=None)
+        found = {futures[future]: future.result() for future in bar}
+    return {key: found[key] for key in grid}
+
+
+def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per run and rate: collapsed runs, and the losses of the others relative to the first run of that depth."""
+    table = []
+    for name, rate in dict.fromkeys((row["run"], row["lr"]) for row in rows):
+        here = [row for row in rows if (row["run"], row["lr"]) == (name, rate)]
+        alive = [row["loss"] for row in here if not row["collapsed"]]
+        table.append(
+            {
+                "run": name,
+                "lr": rate,
+                "seeds": len(here),
+                "collapsed": sum(row["collapsed"] for row in here),
+                "median loss": median(row["loss"] if row["loss"] is not None else float("inf") for row in here),
+                "mean loss of the others": fmean(alive) if alive else None,
+            }
+        )
+    return table
+
+
+def judged(table: list[dict[str, Any]]) -> list[Claim]:
+    """Per depth: which methods collapse less often than no scaling, over all rates, and which have the lowest loss."""
+    claims = []
+    for depth in dict.fromkeys(row["run"].partition(", ")[0] for row in table):
+        own = [row for row in table if row["run"].startswith(f"{depth}, ")]
+        names = list(dict.fromkeys(row["run"].partition(", ")[2] for row in own))
+        by_name = {name: [row for row in own if row["run"] == f"{depth}, {name}"] for name in names}
+        count = {name: sum(row["collapsed"] for row in found) for name, found in by_name.items()}
+        runs = sum(row["seeds"] for row in by_name["none"])
+        best = {name: min(found, key=lambda row: row["median loss"]) for name, found in by_name.items()}
+        said = ", ".join(f"{name} {count[name]} of {runs}" for name in names)
+        fewer = all(count[name] < count["none"] for name in names if name != "none")
+        claims.append(
+            Claim(f"scaling stabilizes training ({depth}): fewer collapsed runs", f"collapsed: {said}", fewer)
+        )
+        said = ", ".join(f"{name} {best[name]['median loss']:.4f} at {best[name]['lr']:g}" for name in names)
+        lower = all(best[name]["median loss"] < best["none"]["median loss"] for name in names if name != "none")
+        claims.append(Claim(f"each method at its own best rate ({depth}): lower loss than no scaling", said, lower))
+    return claims
+
+
+def draw(table: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
+    """Median loss over the rate, a panel for each depth; dots are seeds."""
+    depths = list(dict.fromkeys(row["run"].partition(", ")[0] for row in table))
+    figure, panels = plt.subplots(
+        1, len(depths), figsize=(5.5 * len(depths), 4), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, depth in zip(panels[0], depths, strict=True):
+        names = list(dict.fromkeys(row["run"] for row in table if row["run"].startswith(f"{depth}, ")))
+        for at, name in enumerate(names):
+            mine, colour = [row for row in table if row["run"] == name], PALETTE[at % len(PALETTE)][0]
+            shift = 1.04 ** (at - (len(names) - 1) / 2)
+            axes.plot([row["lr"] * shift for row in mine], [row["median loss"] for row in mine], color=colour,
+                      marker="_", markersize=12, label=name.partition(", ")[2])  # fmt: skip
+            seeds = [row for row in rows if row["run"] == name and row["loss"] is not None]
+            axes.plot([row["lr"] * shift for row in seeds], [row["loss"] for row in seeds], "o", color=colour,
+                      markersize=3.5, alpha=0.6)  # fmt: skip
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(
+            sorted({row["lr"] for row in table}), [f"{rate:g}" for rate in sorted({r["lr"] for r in table})]
+        )
+        axes.minorticks_off()
+        dress(axes, depth, "learning rate", "training loss at the end" if depth == depths[0] else "")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    save(figure, path)
