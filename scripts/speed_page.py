@@ -18,6 +18,8 @@ RESULTS, PAGE, PLOT = (
     ROOT / "docs" / "assets" / "speed.svg",
 )
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
 IMAGENET_IMAGES = 300_000 * 1024  # of the paper's recipe for ImageNet-64: steps times batch
 NVLINK, NETWORK = (
     450e9,
@@ -194,6 +196,29 @@ def cost_at_scale(rows: Rows, gpus: int) -> dict[str, float]:
     return {**found, "hours_low": low, "hours": high, "gpu_hours": high * gpus}
 
 
+def estimated_rows(step: dict[str, Any]) -> Rows:
+    """U-ViT-L/4's step while it is not measured: its FLOPs at the measured rate of U-ViT-S/2, and AdamW by parameters."""
+    import torch
+    from measure import training_flops
+
+    from scalelong import UViT, UViTConfig
+
+    with torch.device("meta"):
+        small, large = (
+            UViT(UViTConfig(image_size=size, patch_size=patch, dim=dim, depth=depth, heads=dim // 64))
+            for size, patch, dim, depth in ((32, 2, 512, 12), (64, 4, 1024, 20))
+        )
+        flops = training_flops(large, torch.zeros(1, 3, 64, 64), torch.zeros(1))
+    counts = [sum(p.numel() for p in model.parameters()) for model in (small, large)]
+    measured = find(step, "trainer", 64)  # the lowest of the measured rates
+    adamw = sum(k["us"] for k in measured["kernels"] if group_of(k["kernel"]) == "AdamW and average") / 1e3
+    return [
+        {"factor": "preset", "method": "none", "batch": images, "parameters": counts[1],
+         "ms": images * flops / measured["tflops"] / 1e9 + adamw * counts[1] / counts[0]}
+        for images in (SMALLEST, 128)
+    ]  # fmt: skip
+
+
 def scale_table(rows: Rows) -> str:
     lines = []
     for gpus in (8, 64, 512):
@@ -260,8 +285,9 @@ def page() -> str:
         parts += [f"Around {network}. {source(result, name)}", growth_table(result["rows"], label == "GPU")]
     parts.append("![Time per step against depth, tokens and batch](assets/speed.svg)")
     preset = [row for row in grown.get("GPU", {}).get("rows", []) if row["factor"] == "preset"]
-    if preset:
-        parts += ["## ImageNet-64 with U-ViT-L/4 on many GPUs", SCALE, scale_table(preset)]
+    computed = COMPUTED if preset else ESTIMATED.format(find(step, "trainer", 64)["tflops"])
+    scale = scale_table(preset or estimated_rows(step))
+    parts += ["## ImageNet-64 with U-ViT-L/4 on many GPUs", f"{computed} {SCALE}", scale]
     return "\n\n".join(parts) + "\n"
 
 
@@ -318,11 +344,16 @@ demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the be
 GROWTH = """One factor changes at a time. `cs` and `ls` are relative to `none` in the same run; differences within
 the quartiles are noise. Activations are what a forward pass keeps for the backward pass, counted exactly."""
 
-SCALE = f"""Computed, not run: the measured step of one GPU with its share of the batch, plus a ring all-reduce of
-the float32 gradients at {NVLINK / 1e9:.0f} GB/s inside a machine of 8 GPUs and {NETWORK / 1e9:.0f} GB/s per GPU
-between machines (data sheets, not measured). 300,000 steps at batch 1,024; from 64 GPUs on at least {SMALLEST}
-images per GPU, so the batch grows and the number of images stays. The first number of hours hides all communication
-behind the backward pass, the second none of it."""
+COMPUTED = "Computed, not run: the measured step of one GPU with its share of the batch, plus communication."
+
+ESTIMATED = """Estimated, neither run nor measured at this size: the FLOPs of one GPU's share of the batch at the rate
+that U-ViT-S/2 reaches at batch 64 on an H200 ({:.0f} TFLOP/s, above), the time of AdamW and EMA in proportion to
+the parameters, and communication."""
+
+SCALE = f"""Communication is a ring all-reduce of the float32 gradients at {NVLINK / 1e9:.0f} GB/s inside a machine of
+8 GPUs and {NETWORK / 1e9:.0f} GB/s per GPU between machines (data sheets, not measured). 300,000 steps at batch 1,024;
+from 64 GPUs on at least {SMALLEST} images per GPU, so the batch grows and the number of images stays. The first number
+of hours hides all communication behind the backward pass, the second none of it."""
 
 
 def main() -> None:
