@@ -1,30 +1,24 @@
-"""docs/speed.md and its plot from the results of the benchmarks; rows that were not measured are left out.
+"""Generate the tables and the plot of docs/speed.md from benchmarks/results; what was not measured is left out.
 
 python scripts/speed_page.py            # writes them
-python scripts/speed_page.py --check    # fails if the page is not that of the results
+python scripts/speed_page.py --check    # fails if they are out of date
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, PLOT = (
-    ROOT / "benchmarks" / "results",
-    ROOT / "docs" / "speed.md",
-    ROOT / "docs" / "assets" / "speed.svg",
-)
+from figures_table import DOCS, ROOT, fill
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+RESULTS, PAGE, PLOT = ROOT / "benchmarks" / "results", DOCS / "speed.md", DOCS / "assets" / "speed.svg"
+GROWTH = ("growth.json", "growth_cpu.json")  # on a GPU, on a CPU
+
 IMAGENET_IMAGES = 300_000 * 1024  # of the paper's recipe for ImageNet-64: steps times batch
-NVLINK, NETWORK = (
-    450e9,
-    50e9,
-)  # bytes a second and direction: inside a machine of 8 H200, and of one 400 Gb/s port per GPU
+NVLINK, NETWORK = 450e9, 50e9  # bytes a second and direction: in a machine of 8 H200, of one 400 Gb/s port per GPU
 UNET_PEER = "unet: diffusers' example"
 SMALLEST = 16  # images per GPU; below, more GPUs would mean a larger batch
 
@@ -148,6 +142,13 @@ def profile_table(rows: dict[str, dict[str, Any]]) -> str:
     return table(("ms of kernels", *columns), lines)
 
 
+SAMPLED = {
+    "generate.json": ", plain network",
+    "generate-drawing.json": ", fused kernels",
+    "generate-profile.json": ", fused kernels, current version",
+}
+
+
 def sampling_table() -> str:
     files = ("generate.json", "generate-drawing.json", "generate-profile.json")
     found = [(name, row) for name in files for row in read(name)["rows"]]
@@ -243,7 +244,7 @@ def plot(results: dict[str, dict[str, Any]]) -> None:
         for axis, factor in zip(axes, ("depth", "tokens", "batch"), strict=True):
             for method, colour in (("none", "C0"), ("cs", "C1"), ("ls", "C2")):
                 rows = [r for r in result["rows"] if r["factor"] == factor and r["method"] == method]
-                label = f"{method}, {name}" if factor == "depth" else None
+                label = f"{method}, {'GPU' if name == GROWTH[0] else 'CPU'}" if factor == "depth" else None
                 axis.plot(
                     [r["value"] for r in rows],
                     [r["ms"] for r in rows],
@@ -258,114 +259,58 @@ def plot(results: dict[str, dict[str, Any]]) -> None:
     figure.savefig(PLOT, metadata={"Date": None})
 
 
-def page() -> str:
-    parts, step = [HEAD], read("step.json")
-    parts += ["## A training step on a GPU", headline(step), source(step, "step.json"), step_table(step, on_gpu=True)]
-    rows = {f"{case}, batch {batch}": find(step, case, batch) for batch in (64, 128) for case in ("loop", "trainer")}
-    parts += ["### Where the time goes", PROFILE, profile_table(rows), FAST]
-    generated = read("generate-profile.json")
-    sampled = {"one evaluation of 1,000 images": generated["rows"][0]}
-    parts += [
-        "## Sampling",
-        SAMPLING,
-        sampling_table(),
-        source(generated, "generate-profile.json"),
-        profile_table(sampled),
-    ]
-    cpu = read("step_cpu.json")
-    imports = max(0.0, cpu["import_processor_seconds_over_torch"])
-    parts += ["## A training step on a CPU", source(cpu, "step_cpu.json"), step_table(cpu, on_gpu=False)]
-    parts.append(START.format(imports, cpu["first_step_processor_seconds"], cpu["first_step_seconds"]))
-    grown = {label: read(name) for label, name in (("GPU", "growth.json"), ("CPU", "growth_cpu.json")) if read(name)}
-    parts += ["## How cost grows", GROWTH]
-    for label, result in grown.items():
+def parts() -> dict[str, str]:
+    """The generated part of each section of the page."""
+    step, generated, cpu = read("step.json"), read("generate-profile.json"), read("step_cpu.json")
+    kernels = {f"{case}, batch {batch}": find(step, case, batch) for batch in (64, 128) for case in ("loop", "trainer")}
+    found = {
+        "step on a GPU": [headline(step), source(step, "step.json"), step_table(step, on_gpu=True)],
+        "kernels": [profile_table(kernels)],
+        "sampling": [
+            sampling_table(),
+            source(generated, "generate-profile.json"),
+            profile_table({"one evaluation of 1,000 images": generated["rows"][0]}),
+        ],
+        "step on a CPU": [source(cpu, "step_cpu.json"), step_table(cpu, on_gpu=False), startup(cpu)],
+        "growth": [],
+    }
+    for name, result in measured_growth().items():
         base = result["base"]
         network = f"dim {base['dim']}, depth {base['depth']}, {base['tokens']} tokens, batch {base['batch']}"
-        name = "growth.json" if label == "GPU" else "growth_cpu.json"
-        parts += [f"Around {network}. {source(result, name)}", growth_table(result["rows"], label == "GPU")]
-    parts.append("![Time per step against depth, tokens and batch](assets/speed.svg)")
-    preset = [row for row in grown.get("GPU", {}).get("rows", []) if row["factor"] == "preset"]
-    computed = COMPUTED if preset else ESTIMATED.format(find(step, "trainer", 64)["tflops"])
-    scale = scale_table(preset or estimated_rows(step))
-    parts += ["## ImageNet-64 with U-ViT-L/4 on many GPUs", f"{computed} {SCALE}", scale]
-    return "\n\n".join(parts) + "\n"
+        found["growth"] += [
+            f"Around {network}. {source(result, name)}",
+            growth_table(result["rows"], name == GROWTH[0]),
+        ]
+    measured = [row for row in read(GROWTH[0]).get("rows", []) if row["factor"] == "preset"]
+    rows, rate = measured or estimated_rows(step), find(step, "trainer", 64)["tflops"]
+    found["scale"] = [MEASURED if measured else ESTIMATED.format(rate), scale_table(rows)]
+    return {name: "\n\n".join(texts) for name, texts in found.items()}
 
 
-HEAD = """# How fast
+def measured_growth() -> dict[str, dict[str, Any]]:
+    """Results of benchmarks/growth.py by file, without those that were not measured."""
+    return {name: result for name in GROWTH if (result := read(name))}
 
-Generated by `scripts/speed_page.py` from `benchmarks/results/`. Times are medians with quartiles; compare numbers within one
-table only, since each table is one run on one machine.
 
-| name | what is timed |
-|---|---|
-| public recipe | a plain U-ViT with concatenated skips: eager, fp16 with a loss scaler, AdamW, one EMA update per parameter |
-| plain loop | the same network: bf16, `torch.compile` with CUDA graphs, fused AdamW, foreach EMA, nothing else |
-| trainer | what `scalelong train` runs: data loading, random times and noise, non-finite guard, AdamW, EMA, records |
+def startup(cpu: dict[str, Any]) -> str:
+    imports = max(0.0, cpu["import_processor_seconds_over_torch"])
+    return (
+        f"`import scalelong` takes {imports:.2f} s beyond `import torch`; from the start of Python to the end of the "
+        f"demo's first step pass {cpu['first_step_processor_seconds']:.1f} s of processor time, "
+        f"{cpu['first_step_seconds']:.1f} s by the clock (the best of three, on a machine that others use)."
+    )
 
-On a CPU all three are eager and in float32. The trainer's fast step (`--training.compile step`, or `auto`, the default of GPU
-presets) supports one rank, AdamW, and bf16 or fp32; checkpoints are those of the plain step."""
 
-PROFILE = (
-    """The longest kernels of one step, without scaling, from the same run; other kernels and gaps make up the rest."""
-)
-
-FAST = """What the fast step does differently from the plain loop:
-
-- **Flat tensors.** Weights, gradients, AdamW moments and EMA are views of flat float32 tensors; one kernel updates all of
-  them and writes the bf16 copy that the network uses, so no weights are cast in the step.
-- **One CUDA graph** for forward and backward pass, random numbers included.
-- **Attention for 257 tokens.** Libraries use tiles of 128 tokens, which wastes a third of the work; ours use 64.
-- **GELU inside the matrix products** of the MLP, in both directions.
-- **Joins without concatenation**, accumulated in place; patches as a matrix product instead of a convolution.
-- The residual stream is in bf16 from the first block on; autocast keeps it in float32 up to the first join.
-
-In a loop of your own, `scalelong.backbones.fused.for_training(model)` swaps these parts into a U-ViT; call it before
-`torch.compile`, and train under bf16 autocast. Each kernel is compared with torch's operations, forward and backward
-(`tests/backbones/test_fused_ops.py`); the assembled step, with the kernels replaced by torch's operations, with the plain
-one over 200 steps and after resuming (`tests/training/test_fast.py`).
-
-Tried once on an H200, found no faster, and not in the code: persistent MLP kernels, queries of the last token as a vector
-instead of a masked tile, recomputing GELU in the backward pass, other tile sizes (`benchmarks/fused_kernels.py --tune`), and
-torch.compile without its mixed-order reductions. What is left: the MLP kernels run at about half the rate of the plain
-matrix products, probably because a program computes GELU after its products and not beside them (not verified)."""
-
-SAMPLED = {
-    "generate.json": ", plain network",
-    "generate-drawing.json": ", fused kernels",
-    "generate-profile.json": ", fused kernels, current version",
-}
-
-SAMPLING = """10,000 images, 50 evaluations each of U-ViT-S/2 in bf16, and their Inception features, on an H200. About two
-thirds of the time is matrix products at the rate of the library."""
-
-START = """`import scalelong` takes {:.2f} s beyond `import torch`; from the start of Python to the end of the
-demo's first step pass {:.1f} s of processor time, {:.1f} s by the clock (the best of three, on a machine that others use)."""
-
-GROWTH = """One factor changes at a time. `cs` and `ls` are relative to `none` in the same run; differences within
-the quartiles are noise. Activations are what a forward pass keeps for the backward pass, counted exactly."""
-
-COMPUTED = "Computed, not run: the measured step of one GPU with its share of the batch, plus communication."
-
-ESTIMATED = """Estimated, neither run nor measured at this size: the FLOPs of one GPU's share of the batch at the rate
-that U-ViT-S/2 reaches at batch 64 on an H200 ({:.0f} TFLOP/s, above), the time of AdamW and EMA in proportion to
-the parameters, and communication."""
-
-SCALE = f"""Communication is a ring all-reduce of the float32 gradients at {NVLINK / 1e9:.0f} GB/s inside a machine of
-8 GPUs and {NETWORK / 1e9:.0f} GB/s per GPU between machines (data sheets, not measured). 300,000 steps at batch 1,024;
-from 64 GPUs on at least {SMALLEST} images per GPU, so the batch grows and the number of images stays. The first number
-of hours hides all communication behind the backward pass, the second none of it."""
+MEASURED = "The step of one GPU with its share of the batch is measured; communication is computed."
+ESTIMATED = """The step is estimated, not measured at this size: the FLOPs of one GPU's share of the batch at the rate that
+U-ViT-S/2 reaches at batch 64 on an H200 ({:.0f} TFLOP/s, above), and AdamW and EMA in proportion to the parameters."""
 
 
 def main() -> None:
-    new = page()
-    if "--check" in sys.argv:
-        if not PAGE.is_file() or PAGE.read_text() != new:
-            raise SystemExit("docs/speed.md is not that of benchmarks/results; run python scripts/speed_page.py")
-        return
-    grown = {label: read(name) for label, name in (("GPU", "growth.json"), ("CPU", "growth_cpu.json")) if read(name)}
-    if grown:
+    for name, text in parts().items():
+        fill(PAGE, name, text)
+    if "--check" not in sys.argv and (grown := measured_growth()):
         plot(grown)
-    PAGE.write_text(new)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def test_the_page_is_that_of_the_results() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_cost_at_scale_is_the_measured_step_and_a_ring_all_reduce() -> None:
+def test_the_cost_at_scale_is_the_measured_step_and_a_ring_all_reduce(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     cost = runpy.run_path(str(ROOT / "scripts" / "speed_page.py"))["cost_at_scale"]
     rows = [
         {"factor": "preset", "batch": batch, "method": "none", "ms": ms, "parameters": 300e6}
