@@ -5,6 +5,7 @@ A run has collapsed if its loss is not finite or, over its last tenth, above `op
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -65,8 +66,13 @@ def trained(grid: Mapping[Key, RunConfig], jobs: int) -> dict[Key, float | None]
     return {key: found[key] for key in grid}
 
 
+def finite(value: float) -> float | None:
+    """None instead of infinity, which JSON lacks."""
+    return value if math.isfinite(value) else None
+
+
 def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per run and rate: collapsed runs, and the losses of the others relative to the first run of that depth."""
+    """A row per run and rate: the number of collapsed runs, the median loss, and the mean over the others."""
     table = []
     for name, rate in dict.fromkeys((row["run"], row["lr"]) for row in rows):
         here = [row for row in rows if (row["run"], row["lr"]) == (name, rate)]
@@ -77,7 +83,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "lr": rate,
                 "seeds": len(here),
                 "collapsed": sum(row["collapsed"] for row in here),
-                "median loss": median(row["loss"] if row["loss"] is not None else float("inf") for row in here),
+                "median loss": finite(median(math.inf if row["loss"] is None else row["loss"] for row in here)),
                 "mean loss of the others": fmean(alive) if alive else None,
             }
         )
@@ -93,7 +99,10 @@ def judged(table: list[dict[str, Any]]) -> list[Claim]:
         by_name = {name: [row for row in own if row["run"] == f"{depth}, {name}"] for name in names}
         count = {name: sum(row["collapsed"] for row in found) for name, found in by_name.items()}
         runs = sum(row["seeds"] for row in by_name["none"])
-        best = {name: min(found, key=lambda row: row["median loss"]) for name, found in by_name.items()}
+        best = {
+            name: min((row for row in found if row["median loss"] is not None), key=lambda row: row["median loss"])
+            for name, found in by_name.items()
+        }
         said = ", ".join(f"{name} {count[name]} of {runs}" for name in names)
         fewer = all(count[name] < count["none"] for name in names if name != "none")
         claims.append(
@@ -116,7 +125,7 @@ def draw(table: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) ->
         for at, name in enumerate(names):
             mine, colour = [row for row in table if row["run"] == name], PALETTE[at % len(PALETTE)][0]
             shift = 1.04 ** (at - (len(names) - 1) / 2)
-            axes.plot([row["lr"] * shift for row in mine], [row["median loss"] for row in mine], color=colour,
+            axes.plot([row["lr"] * shift for row in mine], [row["median loss"] or math.nan for row in mine], color=colour,
                       marker="_", markersize=12, label=name.partition(", ")[2])  # fmt: skip
             seeds = [row for row in rows if row["run"] == name and row["loss"] is not None]
             axes.plot([row["lr"] * shift for row in seeds], [row["loss"] for row in seeds], "o", color=colour,

@@ -156,9 +156,14 @@ def test_distances_and_samples_come_from_the_commands(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fig03-distributions", "fig07-learned-kappa", "fig11-block-norms", "auto-kappa"])
-def test_own_measurements_run_in_a_tiny_form(name: str, runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["fig03-distributions", "fig07-learned-kappa", "fig11-block-norms", "auto-kappa", "learning-rates"]
+)
+def test_own_measurements_run_in_a_tiny_form(name: str, runs: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(load("learning-rates").measure, "RUNS", runs)
+    digits = ["data.name=digits", "data.image_size=8", "data.flip=false", "model.patch_size=2"]
     given = {
+        "learning-rates": ["--steps", "20", "--set", *TINY, *digits, "options.rates=[0.001,1000]"],
         "fig03-distributions": ["--steps", "30", "--set", *TINY, "options.data=[digits]"],
         "fig07-learned-kappa": ["--steps", "30", "--set", *TINY],
         "fig11-block-norms": ["--set", "options.steps=12"],
@@ -201,3 +206,20 @@ def test_claims_are_judged_by_seed_or_on_average_and_one_seed_decides_nothing() 
     assert harness.judged(rows, {**claim, "by": "mean"}, "x").agrees is True
     assert harness.judged(rows, {**claim, "lower": ["none"], "than": ["ls"], "by": "mean"}, "x").agrees is False
     assert harness.judged([row for row in rows if row["seed"] == 0], claim, "x").agrees is None
+
+
+def test_collapsed_runs_are_counted_and_a_method_is_judged_at_its_best_rate() -> None:
+    """Losses that are not finite count as collapsed, and the others alone make the mean."""
+    own = load("learning-rates").measure
+    losses = {("none", 1): (0.2, None), ("none", 2): (0.95, 0.4), ("ls", 1): (0.3, 0.1), ("ls", 2): (0.2, 0.4)}
+    rows = [
+        {"run": f"depth 2, {name}", "lr": lr, "seed": seed, "loss": loss, "collapsed": loss is None or loss > 0.9}
+        for (name, lr), found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+    table = own.averages(rows)
+    assert [row["collapsed"] for row in table] == [1, 1, 0, 0]
+    assert [row["mean loss of the others"] for row in table] == pytest.approx([0.2, 0.4, 0.2, 0.3])
+    fewer, lower = own.judged(table)
+    assert (fewer.agrees, fewer.measured) == (True, "collapsed: none 2 of 4, ls 0 of 4")
+    assert (lower.agrees, lower.measured) == (True, "none 0.6750 at 2, ls 0.2000 at 1")
