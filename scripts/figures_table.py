@@ -128,26 +128,8 @@ def rates_table() -> str:
     for name in dict.fromkeys(row["run"] for row in rows):
         own = {row["lr"]: row for row in rows if row["run"] == name}
         cells = [
-            f"{row['median loss']:.3f}" + (f" ({row['collapsed']} of {row['seeds']} collapsed)" * bool(row["collapsed"]))
-            for row in map(own.__getitem__, rates)
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    claims = [f"- {c['paper']}: {VERDICTS[c['agrees']]} ({c['measured']})." for c in summary["claims"]]
-    return "\n".join([*lines, "", *claims, "", _picture(folder)])
-
-
-def rates_table() -> str:
-    """The median loss of every method over the learning rate, with the collapsed runs, and the verdicts."""
-    folder = "learning-rates-cpu"
-    summary = json.loads((RESULTS / folder / "summary.json").read_text())
-    rows: list[dict[str, Any]] = summary["table"]
-    rates = sorted({row["lr"] for row in rows})
-    lines = [_origin(folder, summary), "", f"| median loss | {' | '.join(f'{rate:g}' for rate in rates)} |"]
-    lines.append(f"|{'---|' * (len(rates) + 1)}")
-    for name in dict.fromkeys(row["run"] for row in rows):
-        own = {row["lr"]: row for row in rows if row["run"] == name}
-        cells = [
-            f"{row['median loss']:.3f}" + (f" ({row['collapsed']} of {row['seeds']} collapsed)" * bool(row["collapsed"]))
+            ("not finite" if row["median loss"] is None else f"{row['median loss']:.3f}")
+            + (f" ({row['collapsed']} of {row['seeds']} collapsed)" if row["collapsed"] else "")
             for row in map(own.__getitem__, rates)
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -209,7 +191,6 @@ def main() -> None:
         fill(DOCS / "figures.md", name, claims_table(name))
     fill(DOCS / "claims.md", "overview", overview())
     fill(DOCS / "should-i-use-it.md", "rules", rules_table())
-    fill(DOCS / "should-i-use-it.md", "learning rates", rates_table())
     fill(DOCS / "should-i-use-it.md", "learning rates", rates_table())
     for over in ("lr", "kappa"):
         fill(DOCS / "mup.md", f"transfer over {over}", transfer_table(over))
