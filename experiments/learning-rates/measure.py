@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from output import Claim, Outcome, dress, save, write_csv
+from scipy.stats import fisher_exact
 from settings import Experiment, run_key
 from tqdm import tqdm
 
@@ -91,7 +92,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def judged(table: list[dict[str, Any]]) -> list[Claim]:
-    """Per depth: which methods collapse less often than no scaling, over all rates, and which have the lowest loss."""
+    """Per depth: do all methods collapse less often than no scaling (Fisher's exact test, 5%), and have a lower loss?"""
     claims = []
     for depth in dict.fromkeys(row["run"].partition(", ")[0] for row in table):
         own = [row for row in table if row["run"].startswith(f"{depth}, ")]
@@ -104,7 +105,8 @@ def judged(table: list[dict[str, Any]]) -> list[Claim]:
             for name, found in by_name.items()
         }
         said = ", ".join(f"{name} {count[name]} of {runs}" for name in names)
-        fewer = all(count[name] < count["none"] for name in names if name != "none")
+        counts = {name: [count[name], runs - count[name]] for name in names}
+        fewer = all(fisher_exact([counts[n], counts["none"]], "less").pvalue < 0.05 for n in names if n != "none")
         claims.append(
             Claim(f"scaling stabilizes training ({depth}): fewer collapsed runs", f"collapsed: {said}", fewer)
         )
