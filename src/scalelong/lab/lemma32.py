@@ -104,8 +104,9 @@ def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, dict[str,
     )
 
 
-def _binned(times: Tensor, values: Tensor, bins: int = 25) -> dict[str, list[float]]:
-    """Mean of the values in equal bins of time, for the figure."""
+def _binned(times: Tensor, values: Tensor) -> dict[str, list[float]]:
+    """Mean of the values in 25 equal bins of time, for the figure."""
+    bins = 25
     place = (times * bins).long().clamp(max=bins - 1)
     counts = torch.bincount(place, minlength=bins).clamp(min=1)
     means = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, values) / counts

@@ -78,10 +78,6 @@ class SpeedUp:
         both = ((b.arrival(quality, timed), m.arrival(quality, timed)) for m, b in self.pairs)
         return estimate([base / mine if mine > 0 else math.nan for base, mine in both])
 
-    def baseline_at(self, quality: float) -> float:
-        """Mean steps of the baseline to a quality."""
-        return estimate([baseline.arrival(quality) for _, baseline in self.pairs]).mean
-
     def final_arrivals(self) -> list[tuple[float, float]]:
         """For each seed the steps of method and baseline to the best value of that seed's baseline; nan: not reached."""
         found = []
