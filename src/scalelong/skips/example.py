@@ -110,42 +110,6 @@ def uncompiled() -> AbstractContextManager[Any]:
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode outside inference mode; restore modes, attributes, buffers and random states afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
-    mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
-    states = random.getstate(), np.random.get_state()
-    devices = _cuda_devices()
-    try:
-        for module, _ in modes:
-            if type(module).train is nn.Module.train:  # a custom train() may merge weights: keep the mode
-                module.training = False
-        with torch.random.fork_rng(devices), torch.inference_mode(False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for module, cls, values, owned in attributes:
-            if type(module) is cls:  # not a lazy module that has been initialized
-                vars(module).update({name: value for name, value in values.items() if name in vars(module)})
-                module._buffers.update(owned)
-        with torch.no_grad():
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def _cuda_devices() -> range:
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if used else 0)
-
-
 class Snapshot:
     """Snapshot of the modules, attributes, hooks, config and modes of a model, and of all random states.
 
@@ -157,7 +121,8 @@ class Snapshot:
         self._modules = [(module, type(module), dict(vars(module)), _tables(module)) for module in plain]
         self._values: list[tuple[Tensor, Tensor]] = []
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if used else []
 
     def keep_values(self, tensors: Iterable[Tensor]) -> None:
         self._values += [(tensor, tensor.detach().cpu().clone()) for tensor in tensors if not tensor.is_meta]
@@ -181,13 +146,34 @@ class Snapshot:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
-        for device, state in enumerate(self._cuda):
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
     """The module's dicts and sets (parameters, submodules, hooks) with copies of their content."""
     return [(table, table.copy()) for table in vars(module).values() if type(table) in (dict, OrderedDict, set)]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Switch to eval mode outside inference mode; restore modes, attributes, buffers and random states afterwards."""
+    before, modes = Snapshot(model), [(module, module.training) for module in model.modules()]
+    mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
+    try:
+        for module, _ in modes:
+            if type(module).train is nn.Module.train:  # a custom train() may merge weights: keep the mode
+                module.training = False
+        with torch.inference_mode(False):
+            yield
+    finally:
+        before.restore()
+        for module, training in modes:  # also of scripted and lazy modules
+            module.training = training
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
 
 
 def unchanged_on_error(function: Function) -> Function:
