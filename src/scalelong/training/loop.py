@@ -35,8 +35,6 @@ from scalelong.training.checkpoint import (
     Tensors,
     check_never_saved,
     load_newest,
-    optimizer_tensors,
-    restore_optimizer,
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
@@ -47,7 +45,7 @@ from scalelong.training.host import environment, stop_signals
 from scalelong.training.optimizers import EMA
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
-from scalelong.training.shard import gathered, scattered, shard
+from scalelong.training.shard import ShardedStepper, shard
 from scalelong.training.step import Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -98,7 +96,8 @@ class Trainer:
         settings, process = config.distillation, self.objective.process
         teaching = (self.model, self.ema.model, process, training.seed)
         distillation = Distillation(settings, *teaching) if settings.weight else None
-        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
+        parts = (self.model, self.objective, self.device, ranks, self.condition, distillation)
+        self.stepper = (ShardedStepper if training.shard == "full" else Stepper)(config, *parts)
         if self.stepper.compile == "step":
             self.stepper, self.ema = speed_up(self.stepper, self.ema)
         self.guard = Guard(training)
@@ -263,15 +262,7 @@ class Trainer:
         return model_inputs(self.model, x, time_input, **condition)
 
     def _save(self) -> None:
-        self.ema.gather()
-        optimizers = (optimizer_tensors(each, self.model) for each in self.stepper.optimizers)
-        tensors: Tensors = {
-            "model": self.model.state_dict(),
-            "ema": self.ema.model.state_dict(),
-            "optimizer": {key: value for part in optimizers for key, value in part.items()},
-        }
-        if self.stepper.sharded:
-            tensors = {name: gathered(group) for name, group in tensors.items()}
+        tensors = self.stepper.tensors(self.ema)
         if self._events is not None:  # the main rank
             state = {
                 "step": self.step,
@@ -313,13 +304,7 @@ class Trainer:
             raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:
             raise CheckpointError(f"{path}: was trained with other classes or another text encoder; use a new folder")
-        if self.stepper.sharded:
-            tensors = {**tensors, **{name: scattered(tensors[name], self.model) for name in ("model", "optimizer")}}
-        self.model.load_state_dict(tensors["model"])
-        self.ema.model.load_state_dict(tensors["ema"])
-        self.ema.scatter()
-        for optimizer in self.stepper.optimizers:
-            restore_optimizer(optimizer, self.model, tensors["optimizer"])
+        self.stepper.restore(tensors, self.ema)
         if self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
         self.guard.restore(state["guard"])
