@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError, WriteError
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,6 @@ def write_text(path: Path, text: str) -> None:
 def atomic_folder(home: Path) -> Iterator[Path]:
     """Make a temporary folder that is synced and replaces `home` on success and is removed on failure."""
     with _writing(home):
-        if not protected("files.staging"):
-            home.mkdir(exist_ok=True)
-            yield home
-            return
         stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
         try:
             files = stage / "files"
@@ -124,8 +120,6 @@ def inside(folder: Path, *names: str) -> Path:
     scalelong.errors.UnsafePathError: '../../other' is not the name of a file in run/checkpoints; ...
     """
     path = Path(folder)
-    if not protected("files.inside"):
-        return path.joinpath(*names)
     for name in names:
         if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
             raise UnsafePathError(f"{name!r} is not the name of a file in {path}; names with / or .. are refused")
@@ -194,7 +188,7 @@ def write_manifest(folder: Path) -> None:
 
 def check_manifest(folder: Path) -> bool:
     """Raise a CheckpointError for the first file that differs from the manifest; return False if there is no manifest."""
-    if not os.path.lexists(folder / MANIFEST) or not protected("files.manifest"):
+    if not os.path.lexists(folder / MANIFEST):
         return False  # written by an older version
     hashes = read_json(folder, MANIFEST)
     if not isinstance(hashes, dict) or not hashes or not all(isinstance(value, str) for value in hashes.values()):
@@ -229,7 +223,7 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove leftovers of killed writers from a folder without other writers, and restore what they were replacing."""
-    for left in folder.glob(".*-staging-*") if protected("files.leftovers") else ():
+    for left in folder.glob(".*-staging-*"):
         home = folder / left.name[1:].rpartition("-staging-")[0]
         if (left / "old").is_dir() and not home.exists():
             (left / "old").replace(home)

@@ -193,8 +193,7 @@ def _pipeline_file() -> str:
     precisions = f"SamplingPrecision = Literal{list(get_args(SamplingPrecision))}\n\n\n"
     settings = "from dataclasses import dataclass\nfrom typing import Literal\n\n" + precisions
     settings += inspect.getsource(SamplingSettings)
-    faults = "def protected(name: str) -> bool:\n    return True\n"  # failpoints are only for tests
-    return _joined(errors, faults, validation, random, settings, process, objective, sampling, pipeline)
+    return _joined(errors, validation, random, settings, process, objective, sampling, pipeline)
 
 
 def _joined(*parts: ModuleType | str) -> str:

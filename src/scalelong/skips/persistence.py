@@ -17,7 +17,6 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError
-from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json
 from scalelong.skips.example import Snapshot, unchanged_on_error
 from scalelong.skips.feature_conditioning import FEATURES_NAME
@@ -88,7 +87,7 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
 
 def _check_hashes(stored: Any, folder: Path) -> None:
     hashes = stored.get(HASHES) if isinstance(stored, dict) else None
-    if hashes is None or not protected("files.manifest"):
+    if hashes is None:
         return  # written by an older version
     for name, found in ((SCALING_NAME, _digest(stored)), (WEIGHTS_NAME, file_digest(folder / WEIGHTS_NAME))):
         if not isinstance(hashes, dict) or hashes.get(name) != found:

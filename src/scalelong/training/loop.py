@@ -20,7 +20,7 @@ from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.errors import WriteError
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 from scalelong.files import disk_error, inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
@@ -73,7 +73,7 @@ class Trainer:
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
-        if self.ranks.is_main_process and protected("folder.early"):
+        if self.ranks.is_main_process:
             check_folder(self.folder, config)
         failpoint("build.source")
         with self.ranks.main_first():  # downloads, unpacks or encodes for the others
@@ -182,8 +182,7 @@ class Trainer:
     def _start_batches(self) -> None:
         """This rank's micro-batches from the next step on."""
         config, rank, ranks = self.config, self.ranks.process_index, self.ranks.num_processes
-        first = self.step + 1 if protected("resume.position") else 1
-        steps, parts = range(first, config.training.steps + 1), range(config.training.accumulate)
+        steps, parts = range(self.step + 1, config.training.steps + 1), range(config.training.accumulate)
         indices = (sample_indices(config, step, part, rank, ranks) for step in steps for part in parts)
         self._batches = self.loader.batches(indices)
 

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from torch.distributed.rendezvous import rendezvous
 
 from scalelong.errors import ScaleLongError
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,10 @@ class Ranks:
     _runs = 0
 
     def __init__(self, timeout: float) -> None:
-        limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
-        joined = _join(limit) if protected("ranks.names") else {}
-        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit, **joined)  # CPU ranks need the flag
+        limit = timedelta(seconds=timeout)
+        self.state = PartialState(
+            cpu=not torch.cuda.is_available(), timeout=limit, **_join(limit)
+        )  # CPU ranks need the flag
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, published to the other ranks
@@ -113,7 +114,7 @@ class Ranks:
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Add the rank that caused the error if it is dead, stopped or behind; else return the error unchanged."""
-        if self.num_processes == 1 or not protected("ranks.explain"):
+        if self.num_processes == 1:
             return error
         self._silent(0)
         time.sleep(4 * self._every)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
-from scalelong.failpoints import protected
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.hooks import scaling_of
 from scalelong.training.build import resolve_compile
@@ -95,7 +94,7 @@ class Stepper:
         norm = self.clip()
         loss = torch.cat([loss for loss, _, _ in samples]).mean() / self.world_size
         shared = torch.stack([loss, torch.full((), float(stop), device=self.device)])
-        if self.world_size > 1 and protected("step.share"):
+        if self.world_size > 1:
             dist.all_reduce(shared)
         suspects = functools.partial(self._suspects, samples)
         return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
@@ -224,7 +223,7 @@ class Pending:
 def find_suspects(bad: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
     """The marked samples of all ranks; the tensors (B,) are local."""
     parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
-    if world_size > 1 and protected("step.share"):
+    if world_size > 1:
         dist.all_gather_object(parts, parts[0])
     return [suspect for part in parts for suspect in part]
 
