@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import stdtrit
+
+Indices = npt.NDArray[np.intp]
 
 UNKNOWN = "–"
 UNRESOLVED = "not resolved"  # of a speed-up: the evaluations are too far apart
@@ -83,11 +86,8 @@ def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
     """
     if not values:
         return []
-    own, last = np.asarray(steps), np.arange(1, len(values) + 1)
-    first = np.minimum(np.searchsorted(own, own - window, side="right"), last - 1)
-    bounds = np.stack([first, last], axis=1).ravel()
-    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
-    return [float(mean) for mean in sums / (last - first)]
+    own, stop = np.asarray(steps), np.arange(1, len(values) + 1)
+    return _means(values, np.minimum(np.searchsorted(own, own - window, side="right"), stop - 1), stop)
 
 
 def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
@@ -100,9 +100,13 @@ def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
         return []
     own = np.asarray(steps)
     half = np.minimum(window / 2, np.minimum(own - own[0], own[-1] - own))
-    first, stop = np.searchsorted(own, own - half), np.searchsorted(own, own + half, side="right")
+    return _means(values, np.searchsorted(own, own - half), np.searchsorted(own, own + half, side="right"))
+
+
+def _means(values: Sequence[float], first: Indices, stop: Indices) -> list[float]:
+    """The mean of values[first:stop] for each pair."""
     bounds = np.stack([first, stop], axis=1).ravel()
-    sums = np.add.reduceat([*values, 0.0], bounds)[::2]
+    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
     return [float(mean) for mean in sums / (stop - first)]
 
 
