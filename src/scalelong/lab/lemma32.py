@@ -12,9 +12,10 @@ from torch import Tensor
 
 from scalelong.data import load_source, to_float
 from scalelong.diffusion import DDPM, VPSDE, Process, draw_time_and_noise
-from scalelong.lab import Finding, Study, finish, judge, panels
+from scalelong.lab import Finding, Study, judge
 from scalelong.random import uniform
 from scalelong.report.colours import BLUE, GREEN, ORANGE, PINK
+from scalelong.report.plots import finish, panels
 
 UNIFORM_SECOND_MOMENT = 1 / 3  # E[x^2] of U[-1, 1]
 

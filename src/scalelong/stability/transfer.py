@@ -12,6 +12,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
 from scalelong.errors import require, unknown_name
 from scalelong.files import write_text
 from scalelong.report.plots import save_figure
@@ -183,18 +187,11 @@ def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
 
     Thin lines: single seeds; thick lines: means over all seeds; circles: best values.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator
-
     kinds, widths = list(dict.fromkeys(p.parametrization for p in points)), sorted({p.width for p in points})
-    figure, axes = plt.subplots(
-        1, len(kinds), sharey=True, squeeze=False, layout="constrained", figsize=(5.0 * len(kinds) + 1.2, 4.2)
-    )
+    figure = Figure(figsize=(5.0 * len(kinds) + 1.2, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False)
     best = {(each.parametrization, each.width): each for each in optima(points, over)}
-    shades = plt.get_cmap("viridis_r")([0.12 + 0.78 * i / max(len(widths) - 1, 1) for i in range(len(widths))])
+    shades = colormaps["viridis_r"]([0.12 + 0.78 * i / max(len(widths) - 1, 1) for i in range(len(widths))])
     colours = dict(zip(widths, shades, strict=True))
     axis: Any
     for axis, kind in zip(axes[0], kinds, strict=True):
@@ -220,5 +217,4 @@ def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
     axes[0][0].yaxis.set_minor_locator(NullLocator())
     axes[0][0].set_ylabel("training loss at the end")
     axes[0][0].legend(frameon=False)
-    plt.close(figure)
     return save_figure(figure, path)
