@@ -135,10 +135,8 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
     """Open a regular file in a run folder for reading or appending, with the checks of `inside`."""
     path = inside(folder, *names)
 
-    def opener(name: str, flags: int) -> int:
-        return os.open(
-            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-        )  # nonblocking: a pipe is refused, not awaited
+    def opener(name: str, flags: int) -> int:  # nonblocking: a pipe is refused, not awaited
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     binary = "b" in mode
     file = open(path, mode, encoding=None if binary else "utf-8", errors=None if binary else "replace", opener=opener)  # noqa: SIM115

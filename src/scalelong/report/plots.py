@@ -186,7 +186,8 @@ def finish(axes: Axes, title: str, xlabel: str, ylabel: str, log: str = "", lege
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc=legend)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, loc=legend)
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:

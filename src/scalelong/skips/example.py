@@ -173,17 +173,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
+@contextmanager
+def restored_on_error(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Restore the model, these tensors' values and all random states on an error or Ctrl-C."""
+    before = Snapshot(model)
+    before.keep_values(values)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
 def unchanged_on_error(function: Function) -> Function:
-    """Decorate a function of a model so that an error or Ctrl-C restores the model and all random states."""
+    """Decorate a function of a model with `restored_on_error`."""
 
     @functools.wraps(function)
     def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
-        before = Snapshot(model) if isinstance(model, nn.Module) else None
-        try:
+        with restored_on_error(model) if isinstance(model, nn.Module) else nullcontext():
             return function(model, *args, **kwargs)
-        except BaseException:
-            if before is not None:
-                before.restore()
-            raise
 
     return cast(Function, guarded)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
 from scalelong.files import open_inside
-from scalelong.report.plots import save_figure
+from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.reader import MIDDLE, PROBE_EVERY, middle_of, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, independent_copy, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import has_known_stages, stages
@@ -117,26 +117,20 @@ class OscillationProbe:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot output and gradient norms over steps, the middle block in bold; returns a matplotlib figure."""
-        from matplotlib.figure import Figure
-
         if not self.history:
             raise ValueError(f"plot: no records yet; the first comes at step {self.every}")
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
-        for axes, what in zip(figure.subplots(1, 2), ("norm", "gradient"), strict=True):
+        figure, both = panels(2)
+        for axes, what in zip(both, ("norm", "gradient"), strict=True):
             for block in self.blocks:
-                key, bold = f"{what}/{block}", block == self.middle
+                key = f"{what}/{block}"
                 points = [(record["step"], record[key]) for record in self.history if key in record]
-                style = (
-                    {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3} if bold else {"color": "0.75", "lw": 1}
-                )
+                style: dict[str, Any] = {"color": "0.75", "lw": 1}
+                if block == self.middle:
+                    style = {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3}
                 if points:
                     axes.plot(*zip(*points, strict=True), **style)
             moved = self.oscillation(what=what)
-            axes.set(
-                xlabel="step", yscale="log", title=f"{what}" + ("" if math.isnan(moved) else f", moves by {moved:.1%}")
-            )
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend()
+            finish(axes, what if math.isnan(moved) else f"{what}, moves by {moved:.1%}", "step", "", log="y")
         if path is not None:
             save_figure(figure, path, dpi=150)
         return figure

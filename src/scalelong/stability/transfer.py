@@ -98,9 +98,8 @@ def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point
                 trainer = Trainer(config, folder)
                 trainer.run()
                 if trainer.stopping:
-                    raise RuntimeError(
-                        f"stopped in {point.name} at step {trainer.step}; repeat the command to continue"
-                    )
+                    where = f"{point.name} at step {trainer.step}"
+                    raise RuntimeError(f"stopped in {where}; repeat the command to continue")
             except NonFiniteError as error:
                 write_text(folder / DIVERGED, f"{error}\n")
         points.append(replace(point, loss=None if (folder / DIVERGED).is_file() else final_loss(folder)))
@@ -155,10 +154,8 @@ def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple
 
 def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
     """(value, mean loss over seeds) at the best other value; inf if a seed diverged."""
-    other, mine = (
-        "kappa" if over == "lr" else "lr",
-        [p for p in points if (p.parametrization, p.width) == (kind, width)],
-    )
+    other = "kappa" if over == "lr" else "lr"
+    mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
     for value in sorted({getattr(point, over) for point in mine}):
         here = [point for point in mine if getattr(point, over) == value]
         means = []

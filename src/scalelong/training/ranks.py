@@ -40,9 +40,8 @@ class Ranks:
 
     def __init__(self, timeout: float) -> None:
         limit = timedelta(seconds=timeout)
-        self.state = PartialState(
-            cpu=not torch.cuda.is_available(), timeout=limit, **_join(limit)
-        )  # CPU ranks need the flag
+        on_cpu = not torch.cuda.is_available()  # CPU ranks need the flag
+        self.state = PartialState(cpu=on_cpu, timeout=limit, **_join(limit))
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, published to the other ranks

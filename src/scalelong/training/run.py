@@ -210,9 +210,8 @@ def sample_batches(
 
         with Progress(total=len(chosen), desc="sample", unit="img", disable=not progress) as bar:
             for index in parts:
-                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(
-                    device
-                )  # constant shape, for compile
+                padding = index[-1:].expand(size - len(index))  # constant shape, for compile
+                padded = torch.cat([index, padding]).to(device)
                 tuned = skip_tuned(module, settings.skip_tuning)
                 with evaluating(module), tuned, context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
