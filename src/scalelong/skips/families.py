@@ -83,9 +83,8 @@ def stages(model: nn.Module) -> list[str]:
             last = [*child._modules][-1:] if isinstance(child, nn.ModuleList) else []  # a list is never called
             found.append(".".join([item, *last]))
     if not found:
-        raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
-        )
+        name = type(model).__name__
+        raise ValueError(f"blocks: the stages of {name} are not known; pass blocks= of {list(children)}")
     return found
 
 
@@ -231,9 +230,8 @@ def _f5_unet_t(model: Any) -> Iterator[Found]:
     """F5-TTS: a linear layer of [hidden, skip] in the later half of the layers; any number of tokens."""
     if model.skip_connect_type == "add":
         inline = "it adds its skips in its own forward (skip_connect_type='add'), where no module receives them"
-        raise ValueError(
-            f"model: this {type(model).__name__} cannot be scaled: {inline}; use skip_connect_type='concat'"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model: this {name} cannot be scaled: {inline}; use skip_connect_type='concat'")
     half = model.depth // 2
     for layer in range(half, model.depth) if model.skip_connect_type == "concat" else ():
         consumer, source = f"layers.{layer}.0", model.depth - 2 - layer

@@ -25,7 +25,7 @@ from scalelong.skips.long_skip import Call
 from scalelong.skips.tracing.hook_points import detect, made_names
 from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import Trace
-from scalelong.training.step import is_main_rank
+from scalelong.training.ranks import is_main_rank
 
 __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
 
@@ -141,8 +141,8 @@ class OscillationProbe:
         found: dict[str, Tensor] = {}
 
         def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
-            found[name] = tensor.flatten(1).float().norm(dim=1).mean()
+            if (tensor := next(tensors_in(output), None)) is not None:
+                found[name] = tensor.flatten(1).float().norm(dim=1).mean()
 
         handles = [module.register_forward_hook(partial(keep, name)) for name, module in self._modules.items()]
         args, kwargs = self._call

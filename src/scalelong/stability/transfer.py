@@ -24,7 +24,7 @@ from scalelong.runs.events import read_events
 from scalelong.runs.settings import MupSettings, RunConfig
 from scalelong.training import NonFiniteError, Trainer
 from scalelong.training.build import at_width, check_config
-from scalelong.training.step import is_main_rank
+from scalelong.training.ranks import is_main_rank
 
 logger = logging.getLogger(__name__)
 RESULTS = "transfer.json"

@@ -166,6 +166,13 @@ class Ranks:
                         logger.warning("rank %d does not answer", rank)
 
 
+def is_main_rank() -> bool:
+    """True on the rank that writes and prints; uses torchrun's environment before torch.distributed is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _machine() -> str:
     """Identifies a machine and PID namespace."""
     namespace = Path("/proc/self/ns/pid")

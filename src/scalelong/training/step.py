@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -254,13 +253,6 @@ class Window:
             "images_per_second": self.count * batch_size / max(seconds - self.since, 1e-9),
             "seconds": round(seconds, 3),
         }
-
-
-def is_main_rank() -> bool:
-    """True on the rank that writes and prints; uses torchrun's environment before torch.distributed is initialized."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
