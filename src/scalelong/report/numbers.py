@@ -41,7 +41,7 @@ class Difference:
         return math.isfinite(self.standard_error) and not self.clear
 
     def interval(self) -> str:
-        """95% interval −0.012 to 0.051, paired t-test"""
+        """Format the interval and the test: "95% interval −0.012 to 0.051, paired t-test"."""
         low, high = (
             f"{'−' * (v < 0)}{number(abs(v), 2)}" for v in (self.value - self.margin, self.value + self.margin)
         )
@@ -114,7 +114,7 @@ def _means(values: Sequence[float], first: Indices, stop: Indices) -> list[float
 
 
 def number(value: float, digits: int = 4) -> str:
-    """0.2301, 12.30, 1,234: significant digits and thousands separators."""
+    """Format with significant digits and thousands separators: 0.2301, 12.30, 1,234."""
     if not math.isfinite(value):
         return UNKNOWN
     if value == 0 or abs(value) >= 10 ** (digits - 1):
@@ -123,12 +123,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """1,234: steps and the like."""
+    """Format a whole number: 1,234."""
     return f"{value:,.0f}" if math.isfinite(value) else UNKNOWN
 
 
 def with_sd(value: Estimate, digits: int = 4) -> str:
-    """0.2301 ± 0.0012, the sd with as many decimals as the mean; a single value has no sd."""
+    """Format mean and sd, with as many decimals as the mean: 0.2301 ± 0.0012; a single value has no sd."""
     mean = number(value.mean, digits)
     if not math.isfinite(value.sd):
         return mean
@@ -138,7 +138,7 @@ def with_sd(value: Estimate, digits: int = 4) -> str:
 
 
 def percent(new: float, old: float) -> str:
-    """The change from old to new: −35%, +4.2%."""
+    """Format the change from old to new: −35%, +4.2%."""
     if not (math.isfinite(new) and math.isfinite(old)) or old == 0:
         return UNKNOWN
     change = 100 * (new / old - 1)
@@ -146,7 +146,7 @@ def percent(new: float, old: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4 min 5 s, 3 h 20 min, 5 days 4 h."""
+    """Format seconds: 12.3 s, 4 min 5 s, 3 h 20 min, 5 days 4 h."""
     if not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 100:
@@ -159,24 +159,24 @@ def duration(seconds: float) -> str:
 
 
 def duration_with_sd(value: Estimate) -> str:
-    """12.3 ± 0.4 s, or 4 min 5 s ± 12 s."""
+    """Format mean and sd of seconds: 12.3 ± 0.4 s, or 4 min 5 s ± 12 s."""
     if not math.isfinite(value.sd):
         return duration(value.mean)
     return f"{with_sd(value, 3)} s" if value.mean < 100 else f"{duration(value.mean)} ± {duration(value.sd)}"
 
 
 def times(value: float) -> str:
-    """1.33×"""
+    """Format a ratio: 1.33×."""
     return f"{value:.2f}×" if math.isfinite(value) else UNKNOWN
 
 
 def at_steps(values: Sequence[tuple[int, float]]) -> str:
-    """238.2 at step 4,000 and 115.7 at step 8,000"""
+    """Format values with their steps: 238.2 at step 4,000 and 115.7 at step 8,000."""
     return joined([f"{number(value)} at step {count(step)}" for step, value in values]) or UNKNOWN
 
 
 def joined(parts: list[str]) -> str:
-    """a, b and c"""
+    """Join to "a, b and c"."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 

@@ -142,7 +142,7 @@ def _behind_until(steps: Sequence[float], gaps: Sequence[float]) -> float:
 
 
 def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
-    """cs 0.7, loss: behind none until step 24,000; reaches the best of none 1.11× as fast in steps, 1.05× in time"""
+    """Sentence about a speed-up: "cs 0.7, loss: behind none until step 24,000, then ahead ...; it reaches ..."."""
     lead, seeds = found.lead, len(found.pairs)
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:
