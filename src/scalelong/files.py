@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -27,6 +28,7 @@ from scalelong.failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"  # held by the process that writes into a folder
 MANIFEST = "manifest.json"  # the files of a checkpoint, save or export, and their hashes
 _LARGEST_JSON = 2**28  # bytes
 _CHECKED = frozenset({".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz"})
@@ -144,6 +146,36 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
         file.close()
         raise UnsafePathError(f"{path}: is not a regular file; remove it")
     return file
+
+
+def lock_folder(folder: Path, doing: str = "training into") -> IO[str]:
+    """Lock `folder` until the returned file is closed or this process ends; raise if another process holds the lock."""
+    import fcntl  # Unix only, as is training
+
+    lock = open_inside(folder, LOCK, mode="a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RuntimeError(f"out: another process is {doing} {folder}; wait for it or stop it") from None
+    mine = weakref.ref(lock)
+
+    def close() -> None:  # a worker that outlives this process must not keep the lock
+        if (inherited := mine()) is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
+    return lock
+
+
+def check_space(folder: Path, needed: float, what: str) -> None:
+    """Raise if the disk of `folder` has less than `needed` bytes free."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(f"out: {folder} has {_size(free)} free, {what} {_size(needed)}; free some or choose another disk")
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def read_json(folder: Path, *names: str) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import weakref
 from pathlib import Path
 from typing import IO
 
-from scalelong.files import inside, open_inside, remove_leftovers, write_text
+from scalelong.files import check_space, inside, lock_folder, remove_leftovers, write_text
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, METRICS, SAMPLES
 from scalelong.runs.config import to_yaml
 from scalelong.runs.folder import checkpoints, is_run, read_config
@@ -40,13 +37,7 @@ def check_folder(folder: Path, config: RunConfig) -> None:
         raise PermissionError(f"out: no permission to write to {there}; choose another folder")
     check_space(there, _LEAST_FREE, "a run needs")
     if (folder / LOCK).is_file():
-        _lock(folder).close()
-
-
-def check_space(folder: Path, needed: float, what: str) -> None:
-    """Raise if the disk of `folder` has less than `needed` bytes free."""
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise OSError(f"out: {folder} has {_size(free)} free, {what} {_size(needed)}; free some or choose another disk")
+        lock_folder(folder).close()
 
 
 def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
@@ -56,30 +47,9 @@ def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PermissionError(f"out: cannot create {folder}: {error.strerror}; choose a writable folder") from error
-    lock = _lock(folder)
+    lock = lock_folder(folder)
     for part in (folder, folder / CHECKPOINTS, folder / SAMPLES):
         remove_leftovers(part)
     if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
         write_text(folder / CONFIG, to_yaml(config))
     return lock
-
-
-def _lock(folder: Path) -> IO[str]:
-    lock = open_inside(folder, LOCK, mode="a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise RuntimeError(f"out: another process is training into {folder}; wait for it or stop it") from None
-    mine = weakref.ref(lock)
-
-    def close() -> None:  # a worker that outlives this process must not keep the lock
-        if (inherited := mine()) is not None:
-            inherited.close()
-
-    os.register_at_fork(after_in_child=close)
-    return lock
-
-
-def _size(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -21,10 +21,10 @@ from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.errors import WriteError
 from scalelong.failpoints import failpoint
-from scalelong.files import disk_error, inside
+from scalelong.files import check_space, disk_error, inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
-from scalelong.runs.claim import check_folder, check_space, claim_folder
+from scalelong.runs.claim import check_folder, claim_folder
 from scalelong.runs.config import to_yaml
 from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
 from scalelong.runs.settings import Conditioning, RunConfig
