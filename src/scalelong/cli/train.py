@@ -18,8 +18,8 @@ import tyro
 from scalelong.cli.arguments import PresetName
 from scalelong.errors import StoppedError, require
 from scalelong.runs import CONFIG
-from scalelong.runs.claim import check_folder
 from scalelong.runs.config import from_yaml
+from scalelong.runs.folder import check_folder
 from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig
 

@@ -24,9 +24,9 @@ from scalelong.failpoints import failpoint
 from scalelong.files import check_space, disk_error, inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
-from scalelong.runs.claim import check_folder, claim_folder
 from scalelong.runs.config import to_yaml
 from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
+from scalelong.runs.folder import check_folder, claim_folder
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
