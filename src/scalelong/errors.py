@@ -86,6 +86,11 @@ def require(holds: bool, key: str, rule: str, value: object) -> None:
         raise SettingError(f"{key}: must be {rule}, got {short(value)}")
 
 
+def is_number(value: object) -> bool:
+    """True for an int or a float; False for a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def require_number(key: str, value: Any, low: float, high: float, whole: bool = False) -> None:
     """Raise a SettingError unless `value` is a finite number in [low, high].
 
@@ -93,8 +98,8 @@ def require_number(key: str, value: Any, low: float, high: float, whole: bool = 
     Traceback (most recent call last):
     scalelong.errors.SettingError: optimizer.clip_norm: must be a finite number, got nan
     """
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    require(is_number, key, "a whole number" if whole else "a number", value)
+    right_type = is_number(value) and (isinstance(value, int) or not whole)
+    require(right_type, key, "a whole number" if whole else "a number", value)
     require(isinstance(value, int) or math.isfinite(value) or value == high, key, "a finite number", value)
     require(value >= low, key, f"at least {low:g}", value)
     require(value <= high, key, f"at most {high:,.15g}", value)

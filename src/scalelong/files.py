@@ -16,6 +16,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from scalelong.errors import CheckpointError, DamagedFileError, UnsafePathError, WriteError
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
+LOCK = ".lock"  # held by the process that writes into a folder
 MANIFEST = "manifest.json"  # the files of a checkpoint, save or export, and their hashes
 _LARGEST_JSON = 2**28  # bytes
 _CHECKED = frozenset({".py", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npy", ".npz"})
@@ -87,10 +89,6 @@ def write_text(path: Path, text: str) -> None:
 def atomic_folder(home: Path) -> Iterator[Path]:
     """Make a temporary folder that is synced and replaces `home` on success and is removed on failure."""
     with _writing(home):
-        if not protected("files.staging"):
-            home.mkdir(exist_ok=True)
-            yield home
-            return
         stage = Path(tempfile.mkdtemp(prefix=_staging_prefix(home), dir=home.parent))
         try:
             files = stage / "files"
@@ -124,8 +122,6 @@ def inside(folder: Path, *names: str) -> Path:
     scalelong.errors.UnsafePathError: '../../other' is not the name of a file in run/checkpoints; ...
     """
     path = Path(folder)
-    if not protected("files.inside"):
-        return path.joinpath(*names)
     for name in names:
         if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
             raise UnsafePathError(f"{name!r} is not the name of a file in {path}; names with / or .. are refused")
@@ -141,10 +137,8 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
     """Open a regular file in a run folder for reading or appending, with the checks of `inside`."""
     path = inside(folder, *names)
 
-    def opener(name: str, flags: int) -> int:
-        return os.open(
-            name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
-        )  # nonblocking: a pipe is refused, not awaited
+    def opener(name: str, flags: int) -> int:  # nonblocking: a pipe is refused, not awaited
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     binary = "b" in mode
     file = open(path, mode, encoding=None if binary else "utf-8", errors=None if binary else "replace", opener=opener)  # noqa: SIM115
@@ -152,6 +146,36 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
         file.close()
         raise UnsafePathError(f"{path}: is not a regular file; remove it")
     return file
+
+
+def lock_folder(folder: Path, doing: str = "training into") -> IO[str]:
+    """Lock `folder` until the returned file is closed or this process ends; raise if another process holds the lock."""
+    import fcntl  # Unix only, as is training
+
+    lock = open_inside(folder, LOCK, mode="a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise RuntimeError(f"out: another process is {doing} {folder}; wait for it or stop it") from None
+    mine = weakref.ref(lock)
+
+    def close() -> None:  # a worker that outlives this process must not keep the lock
+        if (inherited := mine()) is not None:
+            inherited.close()
+
+    os.register_at_fork(after_in_child=close)
+    return lock
+
+
+def check_space(folder: Path, needed: float, what: str) -> None:
+    """Raise if the disk of `folder` has less than `needed` bytes free."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(f"out: {folder} has {_size(free)} free, {what} {_size(needed)}; free some or choose another disk")
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def read_json(folder: Path, *names: str) -> Any:
@@ -194,7 +218,7 @@ def write_manifest(folder: Path) -> None:
 
 def check_manifest(folder: Path) -> bool:
     """Raise a CheckpointError for the first file that differs from the manifest; return False if there is no manifest."""
-    if not os.path.lexists(folder / MANIFEST) or not protected("files.manifest"):
+    if not os.path.lexists(folder / MANIFEST):
         return False  # written by an older version
     hashes = read_json(folder, MANIFEST)
     if not isinstance(hashes, dict) or not hashes or not all(isinstance(value, str) for value in hashes.values()):
@@ -229,7 +253,7 @@ def file_digest(path: Path, algorithm: str = "sha256") -> str:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove leftovers of killed writers from a folder without other writers, and restore what they were replacing."""
-    for left in folder.glob(".*-staging-*") if protected("files.leftovers") else ():
+    for left in folder.glob(".*-staging-*"):
         home = folder / left.name[1:].rpartition("-staging-")[0]
         if (left / "old").is_dir() and not home.exists():
             (left / "old").replace(home)

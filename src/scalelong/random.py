@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scalelong.failpoints import protected
-
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -55,8 +53,6 @@ def _counter(size: int, device: torch.device) -> Tensor:
 
 def random_bits(seed: int, stream: str, index: Tensor, shape: Sequence[int] = ()) -> Tensor:
     """64 random bits per element, (B, *shape) int64; `index` is (B,) int64, the rest of the key is common."""
-    if not protected("random.counter"):
-        return torch.randint(-(2**63), 2**63 - 1, (index.shape[0], *shape), device=index.device)
     key = _mix(_key(seed, stream) + _mix(index.to(torch.int64) * _GOLDEN + 1))
     bits = _mix(key[:, None] + _counter(math.prod(shape), index.device))
     return bits.view(index.shape[0], *shape)

@@ -7,9 +7,9 @@ A case injects one kind of fault into the real program and raises if it is not s
         ...
         return "40 of 40 damages detected"
 
-It is called with an empty folder, once as it is and once per protection with that one switched off (`protect` is
-False, SCALELONG_FAILPOINT=checkpoint.verify=off): then it has to raise. Where one protection stands in for another,
-they are switched off together ("a + b"). Every call has a process of its own.
+It is called with an empty folder, once as it is and once per protection with that one switched off by
+`off/sitecustomize.py` (`protect` is False, SCALELONG_FAILPOINT=checkpoint.verify=off): then it has to raise. Where one
+protection stands in for another, they are switched off together ("a + b"). Every call has a process of its own.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def environment(*failpoints: str, **more: str) -> dict[str, str]:
     points = [point for point in (os.environ.get(VARIABLE, ""), *failpoints) if point]
     added = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     added |= {VARIABLE: ",".join(points)} if points else {}
+    if any("=off" in point for point in points):
+        added["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "off"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, **added, **more}
 
 

@@ -19,7 +19,7 @@ from scalelong.skips import example
 from tests.faults.harness import case, times
 
 HOME = str(Path(scalelong.__file__).parent)
-RECOVERY = {"restore", "_cuda_devices"}  # a second fault while the first one is undone is not injected
+RECOVERY = {"restore"}  # a second fault while the first one is undone is not injected
 ERRORS = (MemoryError, KeyboardInterrupt, OSError)
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scalelong.runs.claim import check_space
+from scalelong.files import check_space
 from scalelong.training import Trainer, from_yaml, train
 from scalelong.training.checkpoint import CheckpointError
 from tests.training.tiny import tiny

@@ -43,6 +43,25 @@ def test_norms_are_those_of_the_blocks_outputs() -> None:
     assert probe.norms()["middle"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_block_may_return_a_dict() -> None:
+    class Named(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"hidden": super().forward(x)}
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Named(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(x)["hidden"]
+
+    model, x = Net(), torch.randn(5, 4)
+    assert OscillationProbe(model, x, blocks=["block"]).norms() == {
+        "block": pytest.approx(model(x).norm(dim=1).mean().item())
+    }
+
+
 def test_gradient_norms_are_those_of_the_blocks_parameters() -> None:
     model = uvit()
     probe = OscillationProbe(model, BATCH)

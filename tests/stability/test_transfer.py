@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 
+import matplotlib
 import pytest
 
 from scalelong.cli.main import main
-from scalelong.stability.transfer import Point, optima, summary, transfer_grid
+from scalelong.stability.transfer import Point, optima, plot, summary, transfer_grid
 from tests.training.tiny import tiny
 
 
@@ -39,6 +40,15 @@ def test_best_values_and_how_far_they_move() -> None:
     lines = summary(points).splitlines()
     assert "factor of 1; at 0.0004, wider is never worse" in lines[3]
     assert "factor of 16; at 0.0016, wider is sometimes worse" in lines[6]
+
+
+def test_plotting_keeps_the_backend_of_matplotlib(tmp_path) -> None:
+    matplotlib.use("svg")
+    try:
+        plot([Point("mup", width, 1e-3, 0.7, 0, 0.5) for width in (16, 32)], tmp_path / "rates.png")
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use("agg")
 
 
 def test_the_command_trains_resumes_and_reports(tmp_path, capsys) -> None:

@@ -66,11 +66,11 @@ class UViTConfig:
             raise ValueError(f"uvit.num_classes: {self.num_classes} cannot be combined with text; set one of them to 0")
 
 
-def timestep_embedding(time: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
-    """[cos(t w_k), sin(t w_k)] with w_k falling from 1 to 1 / max_period: (B,) -> (B, dim), in float32."""
+def timestep_embedding(time: Tensor, dim: int) -> Tensor:
+    """[cos(t w_k), sin(t w_k)] with w_k falling from 1 to 1 / 10,000: (B,) -> (B, dim), in float32."""
     half = dim // 2
     exponents = torch.arange(half, dtype=torch.float32, device=time.device) / half
-    angles = time.float()[:, None] * torch.exp(-math.log(max_period) * exponents)
+    angles = time.float()[:, None] * torch.exp(-math.log(10_000.0) * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 

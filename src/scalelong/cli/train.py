@@ -17,10 +17,9 @@ import tyro
 
 from scalelong.cli.arguments import PresetName
 from scalelong.errors import StoppedError, require
-from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
-from scalelong.runs.claim import check_folder
 from scalelong.runs.config import from_yaml
+from scalelong.runs.folder import check_folder
 from scalelong.runs.presets import PRESETS, get_preset
 from scalelong.runs.settings import RunConfig
 
@@ -92,7 +91,7 @@ def main(arguments: list[str]) -> None:
         every = getattr(command, name)
         require(every >= 0, name.replace("_", "-"), "a number of steps, or 0 for never", every)
     folder = Path(command.out or f"runs/{run_name(command)}")
-    if not command.dry_run and os.environ.get("RANK", "0") == "0" and protected("folder.early"):
+    if not command.dry_run and os.environ.get("RANK", "0") == "0":
         check_folder(folder, settings)
     # torch is slow to import: check the folder first
     from scalelong.cli.estimate import print_estimate

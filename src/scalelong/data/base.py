@@ -21,7 +21,6 @@ from torch import Tensor
 
 from scalelong.errors import DataError as DataError
 from scalelong.errors import did_you_mean
-from scalelong.failpoints import protected
 from scalelong.progress import Progress
 from scalelong.runs.validation import MAX_CLASSES
 
@@ -125,13 +124,11 @@ class Source(ABC):
     def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
         """Set labels and class names (default: numbers); raise for labels out of range."""
         self.labels = labels.to(torch.int64)
-        largest, limit = int(self.labels.max()) + 1, MAX_CLASSES if protected("data.limits") else math.inf
-        if max(len(class_names), 0 if class_names else largest) > limit:
-            item = int(self.labels.argmax())
-            raise DataError(
-                f"{where or self.name}: item {item} has label {largest - 1}, but {limit:,} classes are the most"
-            )
-        self.class_names = list(class_names) or [str(k) for k in range(int(self.labels.max()) + 1)]
+        largest = int(self.labels.max())
+        if max(len(class_names), 0 if class_names else largest + 1) > MAX_CLASSES:
+            found = f"item {int(self.labels.argmax())} has label {largest}"
+            raise DataError(f"{where or self.name}: {found}, but {MAX_CLASSES:,} classes are the most")
+        self.class_names = list(class_names) or [str(k) for k in range(largest + 1)]
         self.num_classes = len(self.class_names)
         bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()
         if len(bad):

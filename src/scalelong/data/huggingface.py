@@ -42,6 +42,10 @@ class _RowSource(PictureSource):
             raise DataError(f"{self.name} row {row}: column {column!r} has no {what}; filter such rows out")
         return cells
 
+    def _set_labels(self, cells: list[Any], column: str, names: list[str]) -> None:
+        labels = torch.tensor(self._filled(cells, column, "label"))
+        self.set_labels(labels, names, f"{self.name} column {column!r}")
+
 
 @register("hf:NAME_OR_PATH", "a Hugging Face data set, downloaded")
 class HuggingFaceSource(_RowSource):
@@ -56,8 +60,7 @@ class HuggingFaceSource(_RowSource):
         self._rows = rows.cast_column(self._column, _library().Image(decode=False))
         label, names = _label_column(rows)
         if label is not None:
-            cells = torch.tensor(self._filled(list(rows[label]), label, "label"))
-            self.set_labels(cells, names, f"{self.name} column {label!r}")
+            self._set_labels(list(rows[label]), label, names)
         for name in _CAPTION_NAMES:
             if name in rows.features and name != self._column and self.captions is None:
                 first = [cell[0] if isinstance(cell, list) and cell else cell for cell in rows[name]]
@@ -133,8 +136,7 @@ class StreamedSource(_RowSource):
         if caption is not None:
             self.captions = self._filled([row[caption] for row in table], caption, "caption")
         if label is not None:
-            cells = torch.tensor(self._filled([row[label] for row in table], label, "label"))
-            self.set_labels(cells, names, f"{self.name} column {label!r}")
+            self._set_labels([row[label] for row in table], label, names)
 
     def _form(self) -> object:
         return (self.shape, len(self), self.window)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from scalelong.data.base import DataError, MemorySource, Source, hashed_items, reading
 from scalelong.errors import require_memory
-from scalelong.failpoints import protected
 from scalelong.files import atomic_write
 
 EXTENSIONS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -43,7 +42,7 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
     """Decode a whole image, upright, as RGB; `where` names it in errors."""
     try:
         with Image.open(file, formats=FORMATS) as image:
-            if (pixels := image.width * image.height) > MAX_PIXELS and protected("data.limits"):
+            if (pixels := image.width * image.height) > MAX_PIXELS:
                 raise DataError(f"{where}: {pixels:,} pixels, more than {MAX_PIXELS:,}; resize or delete it")
             if image.mode not in _EIGHT_BIT_MODES:
                 raise DataError(f"{where}: expected 8-bit RGB, grey or palette, got mode {image.mode}; convert it")

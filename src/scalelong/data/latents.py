@@ -6,11 +6,9 @@ Shapes: B batch, C x h x w latents; stored (2 mirrored, 2 mean and log-variance,
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
-import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,14 +39,12 @@ from scalelong.data.latent_index import (
     latent_autoencoder,
     read_index,
 )
-from scalelong.failpoints import protected
-from scalelong.files import atomic_write, file_digest, open_inside, write_text
+from scalelong.files import LOCK, atomic_write, check_space, file_digest, lock_folder, write_text
 from scalelong.progress import Progress
 from scalelong.random import normal
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".lock"
 TENSOR = "moments"
 _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data check` only
 
@@ -128,7 +124,7 @@ class LatentSource(Source):
         rows = np.empty((len(items), *self.stored[0]), dtype=np.float32)
         found = gather_rows(self._shard, self._starts, items, rows)
         finite = found.flatten(1).isfinite().all(dim=1)
-        if not finite.all() and protected("data.finite"):
+        if not finite.all():
             item = items[int((~finite).nonzero()[0])]
             raise DataError(f"{self.where(item)}: the latents are not finite; {REMEDY}")
         return found
@@ -229,11 +225,7 @@ def _locked(folder: Path) -> Iterator[None]:
     names = {path.name for path in folder.iterdir()} - {LOCK}
     if names and names.isdisjoint({PLAN, INDEX}):
         raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
-    with open_inside(folder, LOCK, mode="a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"out: another process is encoding into {folder}; wait for it or stop it") from None
+    with lock_folder(folder, "encoding into"):
         yield
 
 
@@ -253,9 +245,7 @@ def _is_complete(folder: Path, plan: Mapping[str, Any]) -> bool:
         for shard in index["shards"]:
             write_text((folder / shard["file"]).with_suffix(".json"), json.dumps(shard))
     elif found is plan:
-        free, needed = shutil.disk_usage(folder).free, 16 * plan["count"] * math.prod(plan["shape"])
-        if free < needed:
-            raise OSError(f"out: {folder} has {free / 1e9:.1f} GB free, the latents need {needed / 1e9:.1f} GB")
+        check_space(folder, 16 * plan["count"] * math.prod(plan["shape"]), "the latents need")
     write_text(folder / PLAN, json.dumps(plan))
     (folder / INDEX).unlink(missing_ok=True)
     return False

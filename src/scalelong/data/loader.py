@@ -21,7 +21,6 @@ from torch import Tensor
 
 from scalelong.data.base import DataError, Device, Source, threaded
 from scalelong.data.workers import PREFETCH, Worker
-from scalelong.failpoints import protected
 from scalelong.progress import Progress
 from scalelong.random import random_bits, uniform
 
@@ -192,7 +191,7 @@ class StreamLoader(Loader):
                 while failure := self._wait_for(worker):
                     self.replaced += 1
                     sentence = f"data.workers: a worker process {failure}, at {self.source.where(int(items[0]))}"
-                    if self.replaced > _MOST_REPLACED or not protected("loader.replace"):
+                    if self.replaced > _MOST_REPLACED:
                         raise DataError(f"{sentence}; {self.replaced} have failed, try fewer data.workers or 0")
                     logger.warning("%s; starting another one at the same position", sentence)
                     worker.start()
@@ -207,7 +206,7 @@ class StreamLoader(Loader):
         """Wait for a worker's reply; return the reason if it died or hung."""
         started = time.monotonic()
         while not worker.pipe.poll(0.2):
-            if time.monotonic() - started > self.worker_timeout and protected("loader.timeout"):
+            if time.monotonic() - started > self.worker_timeout:
                 return f"has not answered for {self.worker_timeout:g} s"
         return "" if worker.receive() else f"died ({worker.cause()})"
 

@@ -27,7 +27,6 @@ from PIL import Image
 from scalelong.data.base import DataError, Request, hashed_items, reading, register
 from scalelong.data.download import cache_dir
 from scalelong.data.images import EXTENSIONS, PictureSource, open_rgb
-from scalelong.failpoints import protected
 from scalelong.files import write_text
 from scalelong.progress import Progress
 
@@ -190,7 +189,7 @@ def _add_member(archive: tarfile.TarFile, member: tarfile.TarInfo, samples: dict
         return
     if extension not in (*_TEXTS, "cls", "json"):
         return
-    if member.size > _LONGEST and protected("data.limits"):
+    if member.size > _LONGEST:
         raise DataError(f"{shard}: {member.name} has {member.size:,} bytes of text; make the shard again")
     content = archive.extractfile(member)
     assert content is not None

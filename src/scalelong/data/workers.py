@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from scalelong.data.base import DataError, Source
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 
 PREFETCH = 2  # batches read ahead by each worker
 
@@ -105,11 +105,8 @@ def _kill(process: mp.Process, parent: int) -> None:
 def _serve(source: Source, slots: Tensor, pipe: Connection, parents_end: Connection) -> None:
     """Worker main loop; ends when the pipe closes, also if the parent dies."""
     parents_end.close()
-    if protected("loader.signals"):
-        for number in (signal.SIGTERM, signal.SIGINT):  # sent to the process group: the parent decides when to stop
-            signal.signal(number, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the process group: the parent decides when to stop
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):
         while True:

@@ -107,14 +107,10 @@ class Process(ABC):
         return float(alpha.square().mean())
 
 
-class ContinuousVP(Process):
-    """Variance-preserving processes in continuous time, dx = -beta(t)/2 x dt + sqrt(beta(t)) dw."""
+class Continuous(Process):
+    """Processes in continuous time t in [0, 1], uniform in training."""
 
     start_time: ClassVar[float] = 1.0  # where sampling starts
-
-    @abstractmethod
-    def beta(self, t: Tensor) -> Tensor:
-        """beta(t) = -d log(alpha^2) / dt."""
 
     def time_from_uniform(self, u: Tensor) -> Tensor:
         return u.float()
@@ -124,6 +120,14 @@ class ContinuousVP(Process):
 
     def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
         return self._spaced(self.start_time, LAST_TIME, steps, spacing, fine=10_001)
+
+
+class ContinuousVP(Continuous):
+    """Variance-preserving processes in continuous time, dx = -beta(t)/2 x dt + sqrt(beta(t)) dw."""
+
+    @abstractmethod
+    def beta(self, t: Tensor) -> Tensor:
+        """beta(t) = -d log(alpha^2) / dt."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,7 @@ class EDM(Process):
 
 
 @dataclass(frozen=True)
-class Flow(Process):
+class Flow(Continuous):
     """Flow matching on straight lines (Lipman et al. 2023; Liu et al. 2023): x_t = (1 - t) x_0 + t eps, target eps - x_0.
 
     >>> alpha, sigma = Flow().marginal(torch.tensor([0.25]))
@@ -280,20 +284,11 @@ class Flow(Process):
 
     name: ClassVar[str] = "flow"
     predictions: ClassVar[tuple[str, ...]] = ("flow", "noise", "x0")
+    start_time: ClassVar[float] = 1 - LAST_TIME  # at t = 1 the noise level sigma / alpha is infinite
 
     def marginal(self, t: Tensor) -> tuple[Tensor, Tensor]:
         t = _real(t)
         return 1 - t, t
-
-    def time_from_uniform(self, u: Tensor) -> Tensor:
-        return u.float()
-
-    def network_time(self, t: Tensor) -> Tensor:
-        return _real(t) * TIME_SCALE
-
-    def sampling_times(self, steps: int, spacing: str = "") -> Tensor:
-        """From 1 - LAST_TIME on: at t = 1 the noise level sigma / alpha is infinite."""
-        return self._spaced(1 - LAST_TIME, LAST_TIME, steps, spacing, fine=10_001)
 
 
 PROCESSES: dict[str, type[Process]] = {cls.name: cls for cls in (VPSDE, DDPM, Cosine, EDM, Flow)}

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scalelong.files import atomic_write, write_text
+from scalelong.files import write_text
 from scalelong.progress import Progress
 from scalelong.report.colours import colour
+from scalelong.report.plots import save_figure
 
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
 
@@ -139,29 +139,5 @@ def write(studies: Sequence[Study], folder: Path) -> list[Path]:
 
 def draw(study: Study, folder: Path) -> Path:
     """Write the figure of a study and return its path."""
-    path = folder / f"{study.name}.png"
     figure: Figure = importlib.import_module(f"scalelong.lab.{study.name}").figure(study.data)
-    with atomic_write(path) as file:
-        figure.savefig(file, dpi=90)
-    return path
-
-
-def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with `count` panels side by side."""
-    figure = Figure(figsize=(7.5 if count == 1 else 14, 4.2), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
-
-
-def finish(axes: Axes, title: str, xlabel: str, ylabel: str, log: str = "", legend: str = "best", **ticks: Any) -> None:
-    """Labels, scales, grid and legend of a panel; log: the logarithmic axes, such as "xy"; ticks: xticks, yticks."""
-    axes.set(**{f"{axis}scale": "log" for axis in log})
-    for name, values in ticks.items():
-        axes.set(**{name: values, f"{name[:-1]}labels": [f"{value:g}" for value in values]})
-        axes.minorticks_off()
-    axes.set_title(title, fontsize=10.5, loc="left")
-    axes.set_xlabel(xlabel, fontsize=9)
-    axes.set_ylabel(ylabel, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc=legend)
+    return save_figure(figure, folder / f"{study.name}.png", dpi=90)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from scalelong.data import load_source, to_float
 from scalelong.diffusion import DDPM, VPSDE, Process, draw_time_and_noise
-from scalelong.lab import Finding, Study, finish, judge, panels
+from scalelong.lab import Finding, Study, judge
 from scalelong.random import uniform
 from scalelong.report.colours import BLUE, GREEN, ORANGE, PINK
+from scalelong.report.plots import finish, panels
 
 UNIFORM_SECOND_MOMENT = 1 / 3  # E[x^2] of U[-1, 1]
 
@@ -104,8 +105,9 @@ def _real_data(process: VPSDE, seed: int, quick: bool, data: dict[str, dict[str,
     )
 
 
-def _binned(times: Tensor, values: Tensor, bins: int = 25) -> dict[str, list[float]]:
-    """Mean of the values in equal bins of time, for the figure."""
+def _binned(times: Tensor, values: Tensor) -> dict[str, list[float]]:
+    """Mean of the values in 25 equal bins of time, for the figure."""
+    bins = 25
     place = (times * bins).long().clamp(max=bins - 1)
     counts = torch.bincount(place, minlength=bins).clamp(min=1)
     means = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, values) / counts

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from scalelong.backbones import UViT, UViTConfig, as_network
 from scalelong.diffusion import VPSDE, Objective, draw_time_and_noise
-from scalelong.lab import Finding, Study, finish, judge, panels
+from scalelong.lab import Finding, Study, judge
+from scalelong.report.plots import finish, panels
 from scalelong.runs.settings import RunConfig
 from scalelong.scaling.constant import constant_coefficients
 from scalelong.skips import apply, remove

@@ -13,9 +13,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scalelong.lab import METHOD_COLOURS, Finding, Study, finish, judge, panels
+from scalelong.lab import METHOD_COLOURS, Finding, Study, judge
 from scalelong.lab.matrix_unet import GAINS, METHODS, MatrixUNet, coefficients_of, matrices, noisy_inputs
 from scalelong.report.colours import BLUE, GREEN, GREY, ORANGE, PINK
+from scalelong.report.plots import finish, panels
 
 LAYERS = 2
 

@@ -153,9 +153,7 @@ def _scheduler(run: TrainedRun, settings: SamplingSettings, plain: bool) -> Any:
     if run.config.model.backbone != "unet" or conditional or latent:
         raise ValueError("plain: diffusers has a pipeline only for unconditional UNets on pixels; leave plain out")
     scheduler = scheduler_for(run.objective, settings.sampler, settings.clip)
-    clipped_ddim = (
-        settings.sampler == "ddim" and settings.clip
-    )  # which DDPMPipeline does not continue from the clipped image
+    clipped_ddim = settings.sampler == "ddim" and settings.clip  # DDPMPipeline continues from the unclipped image
     if scheduler.init_noise_sigma != 1.0 or clipped_ddim or run.objective.process.name == "cosine":
         about = f"{settings.sampler} with the process {run.objective.process.name}{', clipped' * clipped_ddim}"
         raise ValueError(f"plain: DDPMPipeline cannot sample by {about}; choose sampler dpm++2m, or leave plain out")
@@ -193,8 +191,7 @@ def _pipeline_file() -> str:
     precisions = f"SamplingPrecision = Literal{list(get_args(SamplingPrecision))}\n\n\n"
     settings = "from dataclasses import dataclass\nfrom typing import Literal\n\n" + precisions
     settings += inspect.getsource(SamplingSettings)
-    faults = "def protected(name: str) -> bool:\n    return True\n"  # failpoints are only for tests
-    return _joined(errors, faults, validation, random, settings, process, objective, sampling, pipeline)
+    return _joined(errors, validation, random, settings, process, objective, sampling, pipeline)
 
 
 def _joined(*parts: ModuleType | str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from scalelong.failpoints import protected
 from scalelong.runs import CONFIG
 from scalelong.runs.reader import Run
 from scalelong.runs.records import Measurement
@@ -53,7 +52,7 @@ def plain(value: Any) -> Any:
     >>> plain("<b>*cs*</b>")
     '&lt;b&gt;\\\\*cs\\\\*&lt;/b&gt;'
     """
-    if isinstance(value, Markup) or not protected("report.escape"):
+    if isinstance(value, Markup):
         return value
     text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*\[\]|!])", r"\\\1", text)

@@ -42,7 +42,7 @@ class Group:
 
 
 def seeds_text(seeds: Sequence[int]) -> str:
-    """1 seed (0); 3 seeds (0, 1, 2); 8 seeds"""
+    """Format seeds: "1 seed (0)", "3 seeds (0, 1, 2)", "8 seeds"."""
     listed = f" ({', '.join(map(str, seeds))})" if len(seeds) <= 4 else ""
     return f"{len(seeds)} seed{'s' * (len(seeds) != 1)}{listed}"
 

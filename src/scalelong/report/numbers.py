@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import stdtrit
+
+Indices = npt.NDArray[np.intp]
 
 UNKNOWN = "–"
 UNRESOLVED = "not resolved"  # of a speed-up: the evaluations are too far apart
@@ -38,7 +41,7 @@ class Difference:
         return math.isfinite(self.standard_error) and not self.clear
 
     def interval(self) -> str:
-        """95% interval −0.012 to 0.051, paired t-test"""
+        """Format the interval and the test: "95% interval −0.012 to 0.051, paired t-test"."""
         low, high = (
             f"{'−' * (v < 0)}{number(abs(v), 2)}" for v in (self.value - self.margin, self.value + self.margin)
         )
@@ -83,11 +86,8 @@ def running_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
     """
     if not values:
         return []
-    own, last = np.asarray(steps), np.arange(1, len(values) + 1)
-    first = np.minimum(np.searchsorted(own, own - window, side="right"), last - 1)
-    bounds = np.stack([first, last], axis=1).ravel()
-    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
-    return [float(mean) for mean in sums / (last - first)]
+    own, stop = np.asarray(steps), np.arange(1, len(values) + 1)
+    return _means(values, np.minimum(np.searchsorted(own, own - window, side="right"), stop - 1), stop)
 
 
 def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> list[float]:
@@ -100,9 +100,13 @@ def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
         return []
     own = np.asarray(steps)
     half = np.minimum(window / 2, np.minimum(own - own[0], own[-1] - own))
-    first, stop = np.searchsorted(own, own - half), np.searchsorted(own, own + half, side="right")
+    return _means(values, np.searchsorted(own, own - half), np.searchsorted(own, own + half, side="right"))
+
+
+def _means(values: Sequence[float], first: Indices, stop: Indices) -> list[float]:
+    """The mean of values[first:stop] for each pair."""
     bounds = np.stack([first, stop], axis=1).ravel()
-    sums = np.add.reduceat([*values, 0.0], bounds)[::2]
+    sums = np.add.reduceat([*values, 0.0], bounds)[::2]  # not by cumsum, in which a spike would leave rounding errors
     return [float(mean) for mean in sums / (stop - first)]
 
 
@@ -110,7 +114,7 @@ def centred_mean(steps: Sequence[int], values: Sequence[float], window: int) -> 
 
 
 def number(value: float, digits: int = 4) -> str:
-    """0.2301, 12.30, 1,234: significant digits and thousands separators."""
+    """Format with significant digits and thousands separators: 0.2301, 12.30, 1,234."""
     if not math.isfinite(value):
         return UNKNOWN
     if value == 0 or abs(value) >= 10 ** (digits - 1):
@@ -119,12 +123,12 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def count(value: float) -> str:
-    """1,234: steps and the like."""
+    """Format a whole number: 1,234."""
     return f"{value:,.0f}" if math.isfinite(value) else UNKNOWN
 
 
 def with_sd(value: Estimate, digits: int = 4) -> str:
-    """0.2301 ± 0.0012, the sd with as many decimals as the mean; a single value has no sd."""
+    """Format mean and sd, with as many decimals as the mean: 0.2301 ± 0.0012; a single value has no sd."""
     mean = number(value.mean, digits)
     if not math.isfinite(value.sd):
         return mean
@@ -134,7 +138,7 @@ def with_sd(value: Estimate, digits: int = 4) -> str:
 
 
 def percent(new: float, old: float) -> str:
-    """The change from old to new: −35%, +4.2%."""
+    """Format the change from old to new: −35%, +4.2%."""
     if not (math.isfinite(new) and math.isfinite(old)) or old == 0:
         return UNKNOWN
     change = 100 * (new / old - 1)
@@ -142,7 +146,7 @@ def percent(new: float, old: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4 min 5 s, 3 h 20 min, 5 days 4 h."""
+    """Format seconds: 12.3 s, 4 min 5 s, 3 h 20 min, 5 days 4 h."""
     if not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 100:
@@ -155,24 +159,24 @@ def duration(seconds: float) -> str:
 
 
 def duration_with_sd(value: Estimate) -> str:
-    """12.3 ± 0.4 s, or 4 min 5 s ± 12 s."""
+    """Format mean and sd of seconds: 12.3 ± 0.4 s, or 4 min 5 s ± 12 s."""
     if not math.isfinite(value.sd):
         return duration(value.mean)
     return f"{with_sd(value, 3)} s" if value.mean < 100 else f"{duration(value.mean)} ± {duration(value.sd)}"
 
 
 def times(value: float) -> str:
-    """1.33×"""
+    """Format a ratio: 1.33×."""
     return f"{value:.2f}×" if math.isfinite(value) else UNKNOWN
 
 
 def at_steps(values: Sequence[tuple[int, float]]) -> str:
-    """238.2 at step 4,000 and 115.7 at step 8,000"""
+    """Format values with their steps: 238.2 at step 4,000 and 115.7 at step 8,000."""
     return joined([f"{number(value)} at step {count(step)}" for step, value in values]) or UNKNOWN
 
 
 def joined(parts: list[str]) -> str:
-    """a, b and c"""
+    """Join to "a, b and c"."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 

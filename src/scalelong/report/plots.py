@@ -151,31 +151,43 @@ def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, te
 
 def plot_seeds(comparison: Comparison, path: Path) -> None:
     """Loss, loss relative to the baseline of the same seed, and coefficients; means over seeds within their range."""
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    loss, gap, kappa = figure.subplots(1, 3)
+    figure, (loss, gap, kappa) = panels(3)
     base = [comparison.smoothed_loss(run) for run in comparison.baseline.runs]
     chosen = assign([group.runs[0].config.scaling.method for group in comparison.groups])
     for group, index in zip(comparison.groups, chosen, strict=True):
-        style = {"color": PALETTE[index][0], "label": group.label, "linewidth": 1.6}
+        style: dict[str, Any] = {"color": PALETTE[index][0], "label": group.label, "linewidth": 1.6}
         curves = [comparison.smoothed_loss(run) for run in group.runs]
         _band(loss, curves[0][0], [values for _, values in curves], style)
         pairs = [(c[1], b[1]) for c, b in zip(curves, base, strict=False) if c[0] == b[0]]
         _band(gap, curves[0][0], [[100 * (m / n - 1) for m, n in zip(*pair, strict=True)] for pair in pairs], style)
         values = group.coefficients()
         kappa.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **style)
-    titles = {
-        loss: "Training loss (running mean)",
-        gap: f"Loss against {comparison.baseline.label}, same seed (%)",
-        kappa: "Coefficients of the long skips",
-    }
-    for axes, title in titles.items():
-        axes.set_title(title, fontsize=11, loc="left")
-        axes.set_xlabel("index i (1 = outermost)" if axes is kappa else "step", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    loss.set_yscale("log")
-    loss.legend(frameon=False)
+    finish(loss, "Training loss (running mean)", "step", "", log="y")
+    finish(gap, f"Loss against {comparison.baseline.label}, same seed (%)", "step", "")
+    finish(kappa, "Coefficients of the long skips", "index i (1 = outermost)", "")
     save_figure(figure, path)
+
+
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """An empty figure with `count` panels side by side."""
+    figure = Figure(figsize=(7.5 if count == 1 else 14, 4.2), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def finish(axes: Axes, title: str, xlabel: str, ylabel: str, log: str = "", legend: str = "best", **ticks: Any) -> None:
+    """Labels, scales, grid and legend of a panel; log: the logarithmic axes, such as "xy"; ticks: xticks, yticks."""
+    axes.set(**{f"{axis}scale": "log" for axis in log})
+    for name, values in ticks.items():
+        axes.set(**{name: values, f"{name[:-1]}labels": [f"{value:g}" for value in values]})
+        axes.minorticks_off()
+    axes.set_title(title, fontsize=10.5, loc="left")
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, loc=legend)
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:

@@ -88,7 +88,7 @@ def oscillations(comparison: Comparison) -> list[str]:
 
 
 def oscillation(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
-    """cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)"""
+    """Change in oscillation: "cs 0.7 lowers the oscillation of the middle block from 0.123 to 0.080 (−35%)"."""
     new, old = comparison.measure(group, measure), comparison.measure(comparison.baseline, measure)
     if not comparison.same_probes or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
@@ -106,7 +106,7 @@ def oscillation(comparison: Comparison, group: Group, measure: str = "feature_os
 
 
 def final_loss(comparison: Comparison, group: Group) -> str:
-    """final loss equal within noise (difference 0.0004, standard error 0.002)"""
+    """Change in final loss: "final loss not clearly different (difference 0.0004, standard error 0.002, ...)"."""
     new, old = (comparison.measure(g, "final_loss") for g in (group, comparison.baseline))
     if not comparison.same_loss or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
@@ -121,7 +121,7 @@ def final_loss(comparison: Comparison, group: Group) -> str:
 
 
 def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
-    """FID of 10,000 images 12.30 against 15.20 (−19%) at step 8,000"""
+    """Change in a metric: "FID of 10,000 images 12.30 against 15.20 (−19%) at step 8,000"."""
     both, name = (group, comparison.baseline), comparison.heading(metric)
     last = [comparison.last_qualities(g, metric) for g in both]
     if not comparison.same_data or not all(last):
@@ -137,7 +137,7 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
 
 
 def noise_bins(comparison: Comparison) -> list[str]:
-    """cs 0.7: validation loss −1.2% to +0.4% against none over ten bins of noise, lowest in bin 9, highest in bin 1"""
+    """Range of the validation loss over bins of noise: "cs 0.7: −1.2% (bin 9) to +0.4% (bin 1) against none, ..."."""
     found = []
     for group in comparison.groups:
         gaps = comparison.noise_gaps(group) if group is not comparison.baseline else []
@@ -210,7 +210,7 @@ def sample_grids(films: Sequence[Any]) -> str:
 
 
 def speed_up(race: Race, group: Group, other: Group) -> str:
-    """it reaches loss 0.25 after 400 steps and 20 s, none after 520 steps and 26 s (1.30× as fast in steps, 1.30× in time)"""
+    """Result of a race: "it reaches loss 0.25 after 400 steps and 20 s, none after 520 steps and 26 s (1.30× ...)"."""
     mine, theirs = (next((a for a in race.arrivals if a.group is g), None) for g in (group, other))
     if mine is None or theirs is None:
         return ""
@@ -226,7 +226,7 @@ def speed_up(race: Race, group: Group, other: Group) -> str:
 
 
 def _arrival(arrivals: Arrivals) -> str:
-    """after 800 steps and 40 s; between evaluations: between 400 steps (20 s) and 800 steps (40 s)"""
+    """Format an arrival: "after 800 steps and 40 s", or "between 400 steps (20 s) and 800 steps (40 s)"."""
     steps, seconds = arrivals.steps, arrivals.seconds
     by, time = f"{count(steps.mean)} steps", duration(seconds.mean)
     if math.isnan(steps.after):

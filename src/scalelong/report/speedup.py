@@ -78,10 +78,6 @@ class SpeedUp:
         both = ((b.arrival(quality, timed), m.arrival(quality, timed)) for m, b in self.pairs)
         return estimate([base / mine if mine > 0 else math.nan for base, mine in both])
 
-    def baseline_at(self, quality: float) -> float:
-        """Mean steps of the baseline to a quality."""
-        return estimate([baseline.arrival(quality) for _, baseline in self.pairs]).mean
-
     def final_arrivals(self) -> list[tuple[float, float]]:
         """For each seed the steps of method and baseline to the best value of that seed's baseline; nan: not reached."""
         found = []
@@ -146,7 +142,7 @@ def _behind_until(steps: Sequence[float], gaps: Sequence[float]) -> float:
 
 
 def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
-    """cs 0.7, loss: behind none until step 24,000; reaches the best of none 1.11× as fast in steps, 1.05× in time"""
+    """Sentence about a speed-up: "cs 0.7, loss: behind none until step 24,000, then ahead ...; it reaches ..."."""
     lead, seeds = found.lead, len(found.pairs)
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:

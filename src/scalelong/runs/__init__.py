@@ -7,13 +7,13 @@ samples/step-00001000.png   grids sampled during training
 .lock                       held by the process that trains into the folder
 """
 
+from scalelong.files import LOCK as LOCK
 from scalelong.files import MANIFEST as MANIFEST
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 SAMPLES = "samples"
-LOCK = ".lock"
 
 
 def step_name(step: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 import yaml
 
-from scalelong.errors import SettingError, did_you_mean, short
+from scalelong.errors import SettingError, did_you_mean, is_number, short
 from scalelong.runs.settings import RunConfig, check_settings, dotted
 
 LARGEST_YAML = 2**16  # bytes; the settings of a run take 3 KB
@@ -86,7 +86,7 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
             return None  # as text, null and numbers would pass for names
         if isinstance(known[key], tuple) != isinstance(value, list):
             return None  # a list of one number would pass for that number
-        if isinstance(value, list) and not all(map(_is_plain_number, value)):
+        if isinstance(value, list) and not all(map(is_number, value)):
             return None  # text could pass for a flag
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
@@ -97,10 +97,6 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
             return tyro.cli(tyro.conf.FlagConversionOff[RunConfig], default=base, args=arguments, console_outputs=False)
         except SystemExit:
             return None
-
-
-def _is_plain_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _PlainLoader(yaml.SafeLoader):

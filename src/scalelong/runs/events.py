@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from scalelong.files import atomic_write, inside, open_inside, write_text
 from scalelong.runs import METRICS
@@ -93,27 +93,18 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], int]:
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The JSON lines of a file that have a step, and the number of others."""
-    lines = list(_each_record(path))
+    lines = list(each_record(path))
     records = [record for record in lines if record is not None]
     return records, len(lines) - len(records)
 
 
-def each_event(folder: Path) -> Iterator[dict[str, Any] | None]:
+def each_record(path: Path) -> Iterator[dict[str, Any] | None]:
     """The record of each line in order, None for a damaged line; one line is held in memory at a time."""
-    return _each_record(inside(folder, METRICS))
-
-
-def _each_record(path: Path) -> Iterator[dict[str, Any] | None]:
     with open_inside(path.parent, path.name, mode="rb") as file:
-        for line in _lines(file):
-            yield _record(line)
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    while line := file.readline(LONGEST_LINE):
-        yield line if len(line) < LONGEST_LINE or line.endswith(b"\n") else b""
-        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-            line = file.readline(LONGEST_LINE)
+        while line := file.readline(LONGEST_LINE):
+            yield _record(line if len(line) < LONGEST_LINE or line.endswith(b"\n") else b"")
+            while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -130,7 +121,7 @@ def cut_after(folder: Path, step: int) -> None:
     """Remove the records after `step` and damaged lines from metrics.jsonl."""
     if inside(folder, METRICS).is_file():
         with atomic_write(folder / METRICS) as file:
-            for record in each_event(folder):
+            for record in each_record(folder / METRICS):
                 if record is not None and record["step"] <= step:
                     file.write(json.dumps(record).encode() + b"\n")
 

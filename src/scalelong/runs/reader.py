@@ -15,7 +15,7 @@ import numpy as np
 
 from scalelong.files import inside
 from scalelong.runs import CONFIG, METRICS, SAMPLES
-from scalelong.runs.events import each_event, read_records
+from scalelong.runs.events import each_record, read_records
 from scalelong.runs.folder import by_step, is_run, read_config
 from scalelong.runs.records import (
     Measurement,
@@ -178,7 +178,7 @@ def read_run(folder: str | Path) -> Run:
     linear_probes: list[Record] = []
     validated: set[str] = set()
     damaged = 0
-    for record in each_event(folder):
+    for record in each_record(inside(folder, METRICS)):
         try:
             if record is None or not is_count(record["step"]):
                 damaged += 1
@@ -232,10 +232,9 @@ def read_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     """
     found: list[Path] = []
     for folder in map(Path, folders):
-        inside = (
-            [] if is_run(folder) or folder.is_file() else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-        )
-        found += [path.resolve() for path in inside or [folder]]
+        single = is_run(folder) or folder.is_file()
+        below = [] if single else sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        found += [path.resolve() for path in below or [folder]]
     if not found:
         raise ValueError("runs: none given; name run folders, for example runs/demo")
     runs, refused, here = [], [], Path.cwd()

@@ -42,9 +42,7 @@ class ModelSettings:
     mlp_time_embed: bool = False  # uvit
     channels: tuple[int, ...] = (128, 256, 256, 256)  # unet, one per level
     layers_per_block: int = 2  # unet
-    style: Literal["ddpm", "iddpm"] = (
-        "ddpm"  # unet without text: attention at the second level (ddpm) or the two deepest (iddpm)
-    )
+    style: Literal["ddpm", "iddpm"] = "ddpm"  # unet: attention at the second level (ddpm) or the two deepest (iddpm)
     checkpointing: bool = False  # recompute activations to save memory
 
 
@@ -52,9 +50,7 @@ class ModelSettings:
 class ScalingSettings:
     """How the long skips are scaled; options of other methods are ignored."""
 
-    method: str = (
-        "cs"  # none, universal, rsqrt2, cs, cs_reversed, cs_annealed, subset, ls, mp_cat, layernorm, rezero, ...
-    )
+    method: str = "cs"  # none, universal, rsqrt2, cs, cs_reversed, cs_annealed, subset, ls, mp_cat, layernorm, ...
     kappa: float = 0.7  # universal, cs, cs_reversed, cs_annealed
     allow_amplify: bool = False  # allow kappa > 1, as a control
     anneal_steps: int = 10_000  # cs_annealed: steps over which kappa decreases from 1
@@ -162,9 +158,7 @@ class TrainingSettings:
     batch_size: int = 128  # total over ranks and accumulated micro-batches
     accumulate: int = 1  # micro-batches per step
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    compile: Literal["off", "auto", "default", "reduce-overhead", "step"] = (
-        "off"  # on a GPU; auto: step, or else default
-    )
+    compile: Literal["off", "auto", "default", "reduce-overhead", "step"] = "off"  # on a GPU; auto: step, or default
     shard: Literal["none", "full"] = "none"  # full: shard weights, gradients and optimizer state (FSDP2)
     ema_decay: float = 0.9999  # with warm-up: min(ema_decay, (1 + step) / (10 + step))
     seed: int = 0
@@ -251,21 +245,9 @@ class RunConfig:
 
 # Settings that may change on resume: they affect length, output and speed; shard and compile also rounding.
 MAY_CHANGE = {
-    *(
-        f"training.{name}"
-        for name in (
-            "steps",
-            "log_every",
-            "checkpoint_every",
-            "keep",
-            "sample_every",
-            "wandb_project",
-            "rank_timeout",
-            "compile",
-            "shard",
-        )
-    ),
-    *(f"sampling.{name}" for name in ("precision", "batch_size", "compile")),
+    *("training.steps", "training.log_every", "training.checkpoint_every", "training.sample_every", "training.keep"),
+    *("training.wandb_project", "training.rank_timeout", "training.compile", "training.shard"),
+    *("sampling.precision", "sampling.batch_size", "sampling.compile"),
     *("data.workers", "data.worker_timeout", "data.root"),
 }
 

@@ -99,7 +99,6 @@ class Scaling(nn.Module):
     recorded: Tensor  # one number per skip; not saved
     fusible = True  # False: the method is more than a multiplication by `coefficient`
     changes_main = False  # True: `scale_main` is not the identity
-    loaded_without = False  # set while loading a state dict without our constants
 
     def __init__(self, num_skips: int, records: bool = False) -> None:
         super().__init__()

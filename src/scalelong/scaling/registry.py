@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scalelong.errors import unknown_name
+from scalelong.errors import is_number, unknown_name
 from scalelong.scaling.baselines import BlockScaling, FreeU, MagnitudePreserving, SkipLayerNorm, SkipTuning
 from scalelong.scaling.constant import (
     CONSTANT_METHODS,
@@ -109,7 +109,7 @@ def _fixed(kappa: float) -> Method:
 
 def _check_kappa(options: Options) -> None:
     kappa, advice = options["kappa"], "the paper recommends 0.5 to 0.95"
-    if not _is_number(kappa):
+    if not is_number(kappa):
         raise TypeError(f"scaling.kappa: must be a number in (0, 1], got {kappa!r}; {advice}")
     amplifies = 1 < kappa < math.inf
     if not 0 < kappa <= 1 and not (amplifies and options["allow_amplify"]):
@@ -153,17 +153,13 @@ def _check_freeu(options: Options) -> None:
     _check_count("threshold", options, "FreeU uses 1")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _check_count(key: str, options: Options, advice: str) -> None:
     if isinstance(options[key], bool) or not isinstance(options[key], int) or options[key] < 1:
         raise ValueError(f"scaling.{key}: must be an integer of at least 1, got {options[key]!r}; {advice}")
 
 
 def _check_number(key: str, options: Options, low: float, high: float, advice: str) -> None:
-    if not _is_number(options[key]) or not low < options[key] < high:
+    if not is_number(options[key]) or not low < options[key] < high:
         raise ValueError(
             f"scaling.{key}: must be a number between {low:g} and {high:g}, got {options[key]!r}; {advice}"
         )

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scalelong.failpoints import protected
 from scalelong.skips.long_skip import Call
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -110,42 +109,6 @@ def uncompiled() -> AbstractContextManager[Any]:
     return set_stance("force_eager") if set_stance else nullcontext()
 
 
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode outside inference mode; restore modes, attributes, buffers and random states afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    attributes = [(module, type(module), dict(vars(module)), dict(module._buffers)) for module in plain]
-    mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
-    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
-    states = random.getstate(), np.random.get_state()
-    devices = _cuda_devices()
-    try:
-        for module, _ in modes:
-            if type(module).train is nn.Module.train:  # a custom train() may merge weights: keep the mode
-                module.training = False
-        with torch.random.fork_rng(devices), torch.inference_mode(False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for module, cls, values, owned in attributes:
-            if type(module) is cls:  # not a lazy module that has been initialized
-                vars(module).update({name: value for name, value in values.items() if name in vars(module)})
-                module._buffers.update(owned)
-        with torch.no_grad():
-            for buffer, version, before in buffers:
-                if buffer._version != version:
-                    buffer.copy_(before)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-def _cuda_devices() -> range:
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return range(torch.cuda.device_count() if used else 0)
-
-
 class Snapshot:
     """Snapshot of the modules, attributes, hooks, config and modes of a model, and of all random states.
 
@@ -157,15 +120,14 @@ class Snapshot:
         self._modules = [(module, type(module), dict(vars(module)), _tables(module)) for module in plain]
         self._values: list[tuple[Tensor, Tensor]] = []
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if used else []
 
     def keep_values(self, tensors: Iterable[Tensor]) -> None:
         self._values += [(tensor, tensor.detach().cpu().clone()) for tensor in tensors if not tensor.is_meta]
 
     def restore(self) -> None:
         """Restore the snapshot."""
-        if not protected("skips.restore"):
-            return
         for module, cls, attributes, tables in self._modules:
             if type(module) is not cls:
                 continue  # a lazy module that has been initialized
@@ -181,8 +143,7 @@ class Snapshot:
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
-        for device, state in enumerate(self._cuda):
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
@@ -190,17 +151,46 @@ def _tables(module: nn.Module) -> list[tuple[Any, Any]]:
     return [(table, table.copy()) for table in vars(module).values() if type(table) in (dict, OrderedDict, set)]
 
 
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Switch to eval mode outside inference mode; restore modes, attributes, buffers and random states afterwards."""
+    before, modes = Snapshot(model), [(module, module.training) for module in model.modules()]
+    mutable = [buffer for buffer in model.buffers() if not buffer.is_meta and not buffer.is_inference()]
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in mutable]
+    try:
+        for module, _ in modes:
+            if type(module).train is nn.Module.train:  # a custom train() may merge weights: keep the mode
+                module.training = False
+        with torch.inference_mode(False):
+            yield
+    finally:
+        before.restore()
+        for module, training in modes:  # also of scripted and lazy modules
+            module.training = training
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def restored_on_error(model: nn.Module, values: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Restore the model, these tensors' values and all random states on an error or Ctrl-C."""
+    before = Snapshot(model)
+    before.keep_values(values)
+    try:
+        yield
+    except BaseException:
+        before.restore()
+        raise
+
+
 def unchanged_on_error(function: Function) -> Function:
-    """Decorate a function of a model so that an error or Ctrl-C restores the model and all random states."""
+    """Decorate a function of a model with `restored_on_error`."""
 
     @functools.wraps(function)
     def guarded(model: Any, *args: Any, **kwargs: Any) -> Any:
-        before = Snapshot(model) if isinstance(model, nn.Module) else None
-        try:
+        with restored_on_error(model) if isinstance(model, nn.Module) else nullcontext():
             return function(model, *args, **kwargs)
-        except BaseException:
-            if before is not None:
-                before.restore()
-            raise
 
     return cast(Function, guarded)

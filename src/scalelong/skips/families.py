@@ -73,32 +73,33 @@ def stages(model: nn.Module) -> list[str]:
     >>> stages(UViT(UViTConfig(image_size=8, patch_size=4, dim=16, depth=2, heads=2)))
     ['in_blocks.0', 'mid_block', 'out_blocks.0']
     """
-    family, children, modules = known_family(model), dict(model.named_children()), dict(model.named_modules())
-    if family is not None:
-        groups: Sequence[str] = [name for name in family.stages if name in modules]
-    else:
-        patterns = sorted({*(known.stages for known in FAMILIES.values()), _GUIDED_DIFFUSION}, key=len, reverse=True)
-        lists = [name for name, child in children.items() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
-        groups = next((names for names in patterns if all(name in children for name in names)), lists)
+    children, modules = dict(model.named_children()), dict(model.named_modules())
+    lists = [name for name, child in children.items() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
     found = []
-    for name in groups:
+    for name in [name for name in _stage_names(model) if name in modules] or lists:
         is_list = isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
         items = [(f"{name}.{item}", child) for item, child in modules[name].named_children()] if is_list else []
         for item, child in items or [(name, modules[name])]:
             last = [*child._modules][-1:] if isinstance(child, nn.ModuleList) else []  # a list is never called
             found.append(".".join([item, *last]))
     if not found:
-        raise ValueError(
-            f"blocks: the stages of {type(model).__name__} are not known; pass blocks= of {list(children)}"
-        )
+        name = type(model).__name__
+        raise ValueError(f"blocks: the stages of {name} are not known; pass blocks= of {list(children)}")
     return found
+
+
+def _stage_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the stages by the model's class, or those of a known class that the model's children have."""
+    if (family := known_family(model)) is not None:
+        return family.stages
+    children = dict(model.named_children())
+    patterns = sorted({*(known.stages for known in FAMILIES.values()), _GUIDED_DIFFUSION}, key=len, reverse=True)
+    return next((names for names in patterns if all(name in children for name in names)), ())
 
 
 def has_known_stages(model: nn.Module) -> bool:
     """True if the class is known or its children have the names of a known class."""
-    children = dict(model.named_children())
-    names = {*(family.stages for family in FAMILIES.values()), _GUIDED_DIFFUSION}
-    return known_family(model) is not None or any(len(each) > 1 and all(n in children for n in each) for each in names)
+    return known_family(model) is not None or len(_stage_names(model)) > 1
 
 
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
@@ -229,9 +230,8 @@ def _f5_unet_t(model: Any) -> Iterator[Found]:
     """F5-TTS: a linear layer of [hidden, skip] in the later half of the layers; any number of tokens."""
     if model.skip_connect_type == "add":
         inline = "it adds its skips in its own forward (skip_connect_type='add'), where no module receives them"
-        raise ValueError(
-            f"model: this {type(model).__name__} cannot be scaled: {inline}; use skip_connect_type='concat'"
-        )
+        name = type(model).__name__
+        raise ValueError(f"model: this {name} cannot be scaled: {inline}; use skip_connect_type='concat'")
     half = model.depth // 2
     for layer in range(half, model.depth) if model.skip_connect_type == "concat" else ():
         consumer, source = f"layers.{layer}.0", model.depth - 2 - layer

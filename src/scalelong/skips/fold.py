@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.attach import remove
-from scalelong.skips.example import Snapshot, is_meta, merge_example, unchanged_on_error, undisturbed
+from scalelong.skips.example import is_meta, merge_example, restored_on_error, unchanged_on_error, undisturbed
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
@@ -73,16 +73,12 @@ def fold(model: nn.Module, *args: Any, example: Any = None, tolerance: float | N
         raise ValueError("fold: the model is on the meta device and has no weights to change; load them first")
     call = merge_example(example, args, kwargs) or generated_example(model)
     changes = list(folded_columns(model, scaling.values, call, tolerance))
-    names, before = list(dict.fromkeys(columns.weight for columns, _ in changes)), Snapshot(model)
-    before.keep_values(model.get_parameter(name) for name in names)
-    try:
+    names = list(dict.fromkeys(columns.weight for columns, _ in changes))
+    with restored_on_error(model, map(model.get_parameter, names)):
         for columns, factor in changes:
             columns.scale(model, factor, model.get_parameter(columns.weight).dtype)
         remove(model, "scaling")
-        return names
-    except BaseException:
-        before.restore()
-        raise
+    return names
 
 
 def folded_columns(

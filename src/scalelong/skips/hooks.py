@@ -67,7 +67,6 @@ def attach(
     model.add_module(root_name(model), scaling)
     object.__setattr__(model, _SKIPS, tuple(skips))
     model._register_load_state_dict_pre_hook(partial(check_state_dict, _tensors_of(model)))  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_post_hook(warn_of_missing)  # type: ignore[no-untyped-call]
     model.register_state_dict_pre_hook(restore_constants)  # type: ignore[no-untyped-call]
     model._register_state_dict_hook(tag_lora)  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(partial(follow_adapter, root_name(model)))
@@ -83,7 +82,6 @@ def detach(model: nn.Module) -> None:
     delattr(model, root_name(model))
     delattr(model, _SKIPS)
     drop_hook(model._load_state_dict_pre_hooks, check_state_dict)
-    drop_hook(model._load_state_dict_post_hooks, warn_of_missing)
     drop_hook(model._state_dict_pre_hooks, restore_constants)
     drop_hook(model._state_dict_hooks, tag_lora)
 
@@ -293,22 +291,13 @@ def _handle_missing(model: nn.Module, scaling: Scaling, state_dict: MutableMappi
     if complete and has_gates:
         lacking = f"state_dict.{prefix}{name}.*: the weights contain no gates for {scaling.config}"
         raise ValueError(f"{lacking}; to start from them, load the weights before scalelong.apply")
-    scaling.loaded_without = complete
+    if complete:
+        lacking = f"the loaded weights have no scaling (no {name}.*), they were trained without"
+        warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=7)  # at load_state_dict of the model
     if not has_gates:
         for key, value in _constants(scaling).items():
             own = scaling.get_buffer(key)
             state_dict[f"{prefix}{name}.{key}"] = value if own.is_meta else value.to(own)
-
-
-def warn_of_missing(model: nn.Module, *_: Any) -> None:
-    """Load-state-dict post-hook: warn about weights without scaling."""
-    scaling = model._modules.get(root_name(model))
-    if not isinstance(scaling, Scaling):
-        return
-    missing, scaling.loaded_without = scaling.loaded_without, False
-    if missing:
-        lacking = f"the loaded weights have no scaling (no {root_name(model)}.*), they were trained without"
-        warnings.warn(f"{lacking}; the model keeps {scaling.config}", stacklevel=4)
 
 
 def _constants(scaling: Scaling) -> dict[str, Tensor]:

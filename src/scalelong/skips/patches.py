@@ -52,10 +52,15 @@ def plain_loading() -> Iterator[None]:
         _leave_plain = before
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any], kind: Any = None) -> None:
-    """Replace a method by `make(method)`; kind: classmethod or staticmethod."""
+def _wrap(owner: Any, name: str, around: Callable[..., Any], kind: Any = None) -> None:
+    """Replace a method by `around(method, ...)`; kind: classmethod or staticmethod."""
     old = owner.__dict__[name]
-    new = wraps(old.__func__ if kind else old)(make(old.__func__ if kind else old))
+    method = old.__func__ if kind else old
+
+    @wraps(method)
+    def new(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
     setattr(owner, name, kind(new) if kind else new)
 
 
@@ -63,71 +68,59 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any], kind: Any = None) -
 def _patch_loading() -> None:
     from diffusers.configuration_utils import ConfigMixin
 
-    def make(from_config: Any) -> Any:
-        def build(cls: Any, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-            if config is not None and not isinstance(config, dict):  # a path, as EMAModel gives it
-                config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
-            own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
-            stored = stored_in(config) if config is not None and not own and not _leave_plain else {}
-            if stored:
-                config = {key: value for key, value in config.items() if key not in STORED_KEYS}
-            built = from_config(cls, config, return_unused_kwargs, **kwargs)
-            model = built[0] if return_unused_kwargs else built
-            if stored and isinstance(model, nn.Module):
-                restore_as(model, stored, "config.json", fresh=True)
-            return built
+    def build(from_config: Any, cls: Any, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        if config is not None and not isinstance(config, dict):  # a path, as EMAModel gives it
+            config, kwargs = cls.load_config(config, return_unused_kwargs=True, **kwargs)
+        own = CONFIG_KEY in inspect.signature(cls.__init__).parameters  # a class that scales itself
+        stored = stored_in(config) if config is not None and not own and not _leave_plain else {}
+        if stored:
+            config = {key: value for key, value in config.items() if key not in STORED_KEYS}
+        built = from_config(cls, config, return_unused_kwargs, **kwargs)
+        model = built[0] if return_unused_kwargs else built
+        if stored and isinstance(model, nn.Module):
+            restore_as(model, stored, "config.json", fresh=True)
+        return built
 
-        return build
-
-    _wrap(ConfigMixin, "from_config", make, classmethod)
+    _wrap(ConfigMixin, "from_config", build, classmethod)
 
 
 @cache
 def _patch_ema() -> None:
     from diffusers.training_utils import EMAModel
 
-    def make(method: Any) -> Any:
-        def checked(self: Any, parameters: Any) -> Any:
-            parameters = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-            if len(parameters) != len(self.shadow_params):
-                numbers = f"it averages {len(self.shadow_params)} parameters, the model has {len(parameters)}"
-                raise ValueError(f"EMAModel: {numbers}; build it after scalelong.apply, so that it sees the gates")
-            return method(self, parameters)
-
-        return checked
+    def checked(method: Any, self: Any, parameters: Any) -> Any:
+        parameters = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+        if len(parameters) != len(self.shadow_params):
+            numbers = f"it averages {len(self.shadow_params)} parameters, the model has {len(parameters)}"
+            raise ValueError(f"EMAModel: {numbers}; build it after scalelong.apply, so that it sees the gates")
+        return method(self, parameters)
 
     for name in ("step", "copy_to"):
-        _wrap(EMAModel, name, make)
+        _wrap(EMAModel, name, checked)
 
 
 @cache
 def _patch_peft() -> None:
     from peft import PeftModel
 
-    def make_saver(save_pretrained: Any) -> Any:
-        def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            result = save_pretrained(self, save_directory, *args, **kwargs)
-            base = self.get_base_model()
-            if is_scaled(base) and kwargs.get("is_main_process", True):
-                _warn_of_lost_gates(base)
-                for path in Path(save_directory).rglob("adapter_config.json"):
-                    stored = {**json.loads(path.read_text()), CONFIG_KEY: stored_scaling(base)}
-                    write_text(path, json.dumps(stored, indent=2, sort_keys=True))
-            return result
+    def save(save_pretrained: Any, self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save_pretrained(self, save_directory, *args, **kwargs)
+        base = self.get_base_model()
+        if is_scaled(base) and kwargs.get("is_main_process", True):
+            _warn_of_lost_gates(base)
+            for path in Path(save_directory).rglob("adapter_config.json"):
+                stored = {**json.loads(path.read_text()), CONFIG_KEY: stored_scaling(base)}
+                write_text(path, json.dumps(stored, indent=2, sort_keys=True))
+        return result
 
-        return save
+    def load(load_adapter: Any, self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        path = Path(model_id) / (kwargs.get("subfolder") or "") / "adapter_config.json"
+        if path.is_file():
+            check_adapter(self.get_base_model(), json.loads(path.read_text()).get(CONFIG_KEY), str(path))
+        return load_adapter(self, model_id, *args, **kwargs)
 
-    def make_loader(load_adapter: Any) -> Any:
-        def load(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-            path = Path(model_id) / (kwargs.get("subfolder") or "") / "adapter_config.json"
-            if path.is_file():
-                check_adapter(self.get_base_model(), json.loads(path.read_text()).get(CONFIG_KEY), str(path))
-            return load_adapter(self, model_id, *args, **kwargs)
-
-        return load
-
-    _wrap(PeftModel, "save_pretrained", make_saver)
-    _wrap(PeftModel, "load_adapter", make_loader)
+    _wrap(PeftModel, "save_pretrained", save)
+    _wrap(PeftModel, "load_adapter", load)
     # peft does not know our entry, which is what reports it where these patches are not installed
     warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{CONFIG_KEY}'\]")
 
@@ -137,36 +130,27 @@ def _patch_diffusers_lora() -> None:
     """Store the scaling in the adapter metadata; unpatched diffusers rejects the unknown entry by name."""
     from diffusers.loaders import lora_base, peft
 
-    def make_saver(save_lora_adapter: Any) -> Any:
-        def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            result = save_lora_adapter(self, save_directory, *args, **kwargs)
-            if is_scaled(self):
-                _warn_of_lost_gates(self)
-                name = kwargs.get("weight_name") or lora_base.LORA_WEIGHT_NAME_SAFE
-                _add_metadata(Path(save_directory) / name, stored_scaling(self))
-            return result
+    def save(save_lora_adapter: Any, self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save_lora_adapter(self, save_directory, *args, **kwargs)
+        if is_scaled(self):
+            _warn_of_lost_gates(self)
+            name = kwargs.get("weight_name") or lora_base.LORA_WEIGHT_NAME_SAFE
+            _add_metadata(Path(save_directory) / name, stored_scaling(self))
+        return result
 
-        return save
+    def write(write_lora_layers: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        tagged = {key.split(".")[0]: getattr(tensor, LORA_TAG, None) for key, tensor in state_dict.items()}
+        found = {f"{prefix}.{CONFIG_KEY}": tag for prefix, tag in tagged.items() if tag is not None}
+        if found and kwargs.get("safe_serialization", True):
+            kwargs["lora_adapter_metadata"] = {**(kwargs.get("lora_adapter_metadata") or {}), **found}
+        return write_lora_layers(state_dict, *args, **kwargs)
 
-    def make_writer(write_lora_layers: Any) -> Any:
-        def write(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            tagged = {key.split(".")[0]: getattr(tensor, LORA_TAG, None) for key, tensor in state_dict.items()}
-            found = {f"{prefix}.{CONFIG_KEY}": tag for prefix, tag in tagged.items() if tag is not None}
-            if found and kwargs.get("safe_serialization", True):
-                kwargs["lora_adapter_metadata"] = {**(kwargs.get("lora_adapter_metadata") or {}), **found}
-            return write_lora_layers(state_dict, *args, **kwargs)
-
-        return write
-
-    def make_loader(load_lora_adapter: Any) -> Any:
-        def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _adapted.append(self)
-            try:
-                return load_lora_adapter(self, *args, **kwargs)
-            finally:
-                _adapted.pop()
-
-        return load
+    def load(load_lora_adapter: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        _adapted.append(self)
+        try:
+            return load_lora_adapter(self, *args, **kwargs)
+        finally:
+            _adapted.pop()
 
     create = peft._create_lora_config
 
@@ -178,9 +162,9 @@ def _patch_diffusers_lora() -> None:
         return create(state_dict, network_alphas, metadata, *args, **kwargs)
 
     peft._create_lora_config = checked_config
-    _wrap(peft.PeftAdapterMixin, "save_lora_adapter", make_saver)
-    _wrap(peft.PeftAdapterMixin, "load_lora_adapter", make_loader)
-    _wrap(lora_base.LoraBaseMixin, "write_lora_layers", make_writer, staticmethod)
+    _wrap(peft.PeftAdapterMixin, "save_lora_adapter", save)
+    _wrap(peft.PeftAdapterMixin, "load_lora_adapter", load)
+    _wrap(lora_base.LoraBaseMixin, "write_lora_layers", write, staticmethod)
 
 
 def _add_metadata(file: Path, stored: Mapping[str, Any]) -> None:

@@ -17,9 +17,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError
-from scalelong.failpoints import protected
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json
-from scalelong.skips.example import Snapshot, unchanged_on_error
+from scalelong.skips.example import restored_on_error, unchanged_on_error
 from scalelong.skips.feature_conditioning import FEATURES_NAME
 from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, STORED_KEYS, root_name, write_config
 from scalelong.skips.patches import plain_loading
@@ -74,21 +73,16 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     stored, weights = read_json(folder, SCALING_NAME), folder / WEIGHTS_NAME
     _check_hashes(stored, folder)
     restore_as(model, stored, folder / SCALING_NAME, example)
-    before = Snapshot(model)
-    try:
-        with naming_damage(weights):
-            _check_fit(model, weights)
-            before.keep_values(model.state_dict().values())
+    with naming_damage(weights):
+        _check_fit(model, weights)
+        with restored_on_error(model, model.state_dict().values()):
             load_model(model, str(weights))
-        return model
-    except BaseException:
-        before.restore()
-        raise
+    return model
 
 
 def _check_hashes(stored: Any, folder: Path) -> None:
     hashes = stored.get(HASHES) if isinstance(stored, dict) else None
-    if hashes is None or not protected("files.manifest"):
+    if hashes is None:
         return  # written by an older version
     for name, found in ((SCALING_NAME, _digest(stored)), (WEIGHTS_NAME, file_digest(folder / WEIGHTS_NAME))):
         if not isinstance(hashes, dict) or hashes.get(name) != found:

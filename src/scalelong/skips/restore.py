@@ -44,14 +44,9 @@ class Part:
     restore: Callable[[nn.Module, Any, str | Path, bool], None]  # with what is stored or None, its file, and `fresh`
 
 
-PARTS: dict[str, Part] = {}  # by key; `parametrization` adds muP
-
-
 def stored_of(model: nn.Module) -> dict[str, Any]:
     """All changes of a model in their stored form; ValueError if there are none."""
     stored = stored_scaling(model) if is_scaled(model) else {}
-    if is_conditioned(model):
-        stored[FEATURES_KEY] = features_to_json(conditioning_of(model))
     parts = {key: part.stored(model) for key, part in PARTS.items()}
     stored |= {key: found for key, found in parts.items() if found is not None}
     return stored or stored_scaling(model)
@@ -66,21 +61,25 @@ def stored_in(config: Mapping[str, Any]) -> dict[str, Any]:
 def restore_as(model: nn.Module, stored: Any, where: str | Path, example: Any = None, fresh: bool = False) -> None:
     """Apply stored changes that the model lacks; reject different ones. fresh: the weights are newly initialized."""
     extras = {key for key in STORED_KEYS if isinstance(stored, Mapping) and key in stored}
-    if extras - {FEATURES_KEY, *PARTS}:
+    if extras - PARTS.keys():
         import_module(DIFFUSERS)  # registers all parts
     if not extras or stored.keys() - {*extras, HASHES}:
         _scale_as(model, stored, where, example)
     elif is_scaled(model):
         raise ValueError(f"{where}: was saved without a scaling; call scalelong.remove(model, 'scaling') first")
-    if FEATURES_KEY in extras:
-        _condition_as(model, stored[FEATURES_KEY], where)
-    elif is_conditioned(model):
-        raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
     for key, part in PARTS.items():
         part.restore(model, stored.get(key), where, fresh)
 
 
-def _condition_as(model: nn.Module, stored: dict[str, Any], where: str | Path) -> None:
+def _stored_features(model: nn.Module) -> dict[str, Any] | None:
+    return features_to_json(conditioning_of(model)) if is_conditioned(model) else None
+
+
+def _condition_as(model: nn.Module, stored: dict[str, Any] | None, where: str | Path, _fresh: bool) -> None:
+    if stored is None:
+        if is_conditioned(model):
+            raise ValueError(f"{where}: was saved without conditioning; call scalelong.remove(model, 'features') first")
+        return
     try:
         route = Route.from_json(stored)
     except (TypeError, KeyError) as error:
@@ -93,10 +92,12 @@ def _condition_as(model: nn.Module, stored: dict[str, Any], where: str | Path) -
     modules = dict(model.named_modules())
     for name in (split_item(route.tap)[0], *route.targets):
         if name not in modules:
-            raise ValueError(
-                f"{where}: the model has no module {name!r}; {did_you_mean(name, modules)}build it as it was"
-            )
+            hint = did_you_mean(name, modules)
+            raise ValueError(f"{where}: the model has no module {name!r}; {hint}build it as it was")
     attach_features(model, FeatureConditioning(route))
+
+
+PARTS = {FEATURES_KEY: Part(_stored_features, _condition_as)}  # by key; `parametrization` adds muP
 
 
 def _scale_as(model: nn.Module, stored: Mapping[str, Any], where: str | Path, example: Any = None) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-Observer = Callable[[int, nn.Module], Mapping[str, Any] | None]
+if TYPE_CHECKING:
+    from scalelong.training.loop import Observer
 
 
 def trainer_callback(*observers: Observer) -> Any:

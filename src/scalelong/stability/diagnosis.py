@@ -42,7 +42,7 @@ def diagnose(folder: str | Path) -> list[Sentence]:
     run = read_run(folder)
     if run.folder.is_file():
         found = [*(_course(run) if run.column("train", "loss")[0] else []), *_features(run), *_block_gradients(run)]
-        return found + _advice_elsewhere(found, run.config)
+        return found + _advice(found, run.config, elsewhere=True)
     found = [*_course(run), *_features(run), *_gradients(run), *_steps(run), *_semantics(run)]
     return found + _advice(found, run.config)
 
@@ -148,14 +148,22 @@ def _semantics(run: Run) -> list[Sentence]:
     return [Sentence("semantics", text, gain, alarming)]
 
 
-def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
+def _advice(found: Sequence[Sentence], config: RunConfig, elsewhere: bool = False) -> list[Sentence]:
+    """What to try; elsewhere: in another training loop, whose settings are unknown."""
     alarms = {sentence.about: sentence.number for sentence in found if sentence.alarming}
     optimizer, tips = config.optimizer, []
+    if elsewhere:
+        scale, compare = 'scalelong.apply(model, "cs") before the optimizer is built', ""
+        half, tenth = "half the learning rate", "a tenth of the learning rate"
+    else:
+        scale, compare = "--scaling.method cs (now none)", "; compare the two with scalelong compare"
+        half = f"--optimizer.lr {optimizer.lr / 2:g} (now {optimizer.lr:g})"
+        tenth = f"a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}"
     if (number := alarms.get("features")) is not None:
         seen = f"a block moves by {number:.0%}"
         if config.scaling.method == "none":
-            tips.append((f"--scaling.method cs (now none): {seen}; compare the two with scalelong compare", number))
-        tips.append((f"--optimizer.lr {optimizer.lr / 2:g} (now {optimizer.lr:g}): {seen}", number))
+            tips.append((f"{scale}: {seen}{compare}", number))
+        tips.append((f"{half}: {seen}", number))
     if number := alarms.get("gradients"):
         now = f"(now {optimizer.clip_norm:g}): the largest is {number:.1f} times it"
         tips.append((f"--optimizer.clip-norm at twice the median norm {now}", number))
@@ -164,22 +172,7 @@ def _advice(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
         now = f"{config.training.precision}, warm-up {optimizer.warmup_steps}"
         tips.append((f"{how} (now {now}): {number:g} steps were skipped", number))
     if (number := alarms.get("course")) is not None:
-        tips.append((f"a tenth of the rate, --optimizer.lr {optimizer.lr / 10:g}: the loss did not fall", number))
-    advice = [Sentence("try", f"Try {tip}.", number) for tip, number in tips]
-    return advice or [NOTHING]
-
-
-def _advice_elsewhere(found: Sequence[Sentence], config: RunConfig) -> list[Sentence]:
-    """Advice for other training loops, whose settings are unknown."""
-    alarms = {sentence.about: sentence.number for sentence in found if sentence.alarming}
-    tips = []
-    if (number := alarms.get("features")) is not None:
-        seen = f"a block moves by {number:.0%}"
-        if config.scaling.method == "none":
-            tips.append((f'scalelong.apply(model, "cs") before the optimizer is built: {seen}', number))
-        tips.append((f"half the learning rate: {seen}", number))
-    if (number := alarms.get("course")) is not None:
-        tips.append(("a tenth of the learning rate: the loss did not fall", number))
+        tips.append((f"{tenth}: the loss did not fall", number))
     return [Sentence("try", f"Try {tip}.", number) for tip, number in tips] or [NOTHING]
 
 

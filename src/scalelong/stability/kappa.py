@@ -21,8 +21,8 @@ from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
-from scalelong.files import atomic_write
 from scalelong.report.colours import BLUE, ORANGE, PINK
+from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.settings import ScalingSettings
 from scalelong.scaling.constant import constant_coefficients
 
@@ -260,26 +260,18 @@ def _clamp_warnings(low: float, high: float, num_skips: int) -> list[str]:
 
 def plot(found: Recommendation, title: str, path: Path) -> None:
     """Plot the distribution of the ratio with the interval, and the sum against kappa."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2)
     low, high = found.sum_interval
     left.hist([ratio for ratio in found.ratios if ratio <= 2 * high], 60, color=BLUE, alpha=0.8)
     left.axvline(low, color=ORANGE, label=f"mean {low:.2f}")
     left.axvline(high, color=PINK, label=f"97% quantile {high:.2f}")
-    left.set(xlabel="||target||² / ||x_t||²", ylabel="samples")
+    finish(left, title, "||target||² / ||x_t||²", "samples")
     grid = [i / 200 for i in range(201)]
     right.plot(grid, [sum_of_squares(kappa, found.num_skips) for kappa in grid], color=BLUE)
     right.axhspan(low, high, color=ORANGE, alpha=0.2, label="interval for the sum")
     right.axvspan(*found.kappa_interval, color=BLUE, alpha=0.12, label="interval for κ")
     chosen, label = sum_of_squares(found.kappa, found.num_skips), f"recommended κ = {found.kappa:g}"
     right.plot(found.kappa, chosen, "o", color=PINK, label=label)
-    right.set(xlabel="κ", ylabel="Σ κ^(2(i-1))", ylim=(0.5, max(found.num_skips, high) * 1.05))
-    for axes, text in ((left, title), (right, f"CS with N = {found.num_skips} skips")):
-        axes.set_title(text, fontsize=10.5, loc="left")
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    with atomic_write(Path(path)) as file:
-        figure.savefig(file, dpi=100)
+    right.set_ylim(0.5, max(found.num_skips, high) * 1.05)
+    finish(right, f"CS with N = {found.num_skips} skips", "κ", "Σ κ^(2(i-1))")
+    save_figure(figure, path, dpi=100)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scalelong.backbones.unet import unwrapped
 from scalelong.errors import did_you_mean
 from scalelong.files import open_inside
-from scalelong.report.plots import save_figure
+from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.reader import MIDDLE, PROBE_EVERY, middle_of, relative_oscillation, relative_spread
 from scalelong.skips.example import as_call, independent_copy, tensors_in, uncompiled, undisturbed
 from scalelong.skips.families import has_known_stages, stages
@@ -25,7 +25,7 @@ from scalelong.skips.long_skip import Call
 from scalelong.skips.tracing.hook_points import detect, made_names
 from scalelong.skips.tracing.nesting import SkipPath
 from scalelong.skips.tracing.trace import Trace
-from scalelong.training.step import is_main_rank
+from scalelong.training.ranks import is_main_rank
 
 __all__ = ["OscillationProbe", "relative_oscillation", "relative_spread", "stages"]
 
@@ -117,26 +117,20 @@ class OscillationProbe:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot output and gradient norms over steps, the middle block in bold; returns a matplotlib figure."""
-        from matplotlib.figure import Figure
-
         if not self.history:
             raise ValueError(f"plot: no records yet; the first comes at step {self.every}")
-        figure = Figure(figsize=(9, 3.2), layout="constrained")
-        for axes, what in zip(figure.subplots(1, 2), ("norm", "gradient"), strict=True):
+        figure, both = panels(2)
+        for axes, what in zip(both, ("norm", "gradient"), strict=True):
             for block in self.blocks:
-                key, bold = f"{what}/{block}", block == self.middle
+                key = f"{what}/{block}"
                 points = [(record["step"], record[key]) for record in self.history if key in record]
-                style = (
-                    {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3} if bold else {"color": "0.75", "lw": 1}
-                )
+                style: dict[str, Any] = {"color": "0.75", "lw": 1}
+                if block == self.middle:
+                    style = {"color": "tab:blue", "lw": 2, "label": block, "zorder": 3}
                 if points:
                     axes.plot(*zip(*points, strict=True), **style)
             moved = self.oscillation(what=what)
-            axes.set(
-                xlabel="step", yscale="log", title=f"{what}" + ("" if math.isnan(moved) else f", moves by {moved:.1%}")
-            )
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend()
+            finish(axes, what if math.isnan(moved) else f"{what}, moves by {moved:.1%}", "step", "", log="y")
         if path is not None:
             save_figure(figure, path, dpi=150)
         return figure
@@ -147,8 +141,8 @@ class OscillationProbe:
         found: dict[str, Tensor] = {}
 
         def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
-            found[name] = tensor.flatten(1).float().norm(dim=1).mean()
+            if (tensor := next(tensors_in(output), None)) is not None:
+                found[name] = tensor.flatten(1).float().norm(dim=1).mean()
 
         handles = [module.register_forward_hook(partial(keep, name)) for name, module in self._modules.items()]
         args, kwargs = self._call

@@ -21,7 +21,7 @@ from scalelong.runs.settings import RunConfig
 from scalelong.stability.probes import OscillationProbe
 from scalelong.training import Trainer
 from scalelong.training.build import check_config
-from scalelong.training.step import is_main_rank
+from scalelong.training.ranks import is_main_rank
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
 from scalelong.errors import require, unknown_name
 from scalelong.files import write_text
 from scalelong.report.plots import save_figure
@@ -20,7 +24,7 @@ from scalelong.runs.events import read_events
 from scalelong.runs.settings import MupSettings, RunConfig
 from scalelong.training import NonFiniteError, Trainer
 from scalelong.training.build import at_width, check_config
-from scalelong.training.step import is_main_rank
+from scalelong.training.ranks import is_main_rank
 
 logger = logging.getLogger(__name__)
 RESULTS = "transfer.json"
@@ -153,10 +157,8 @@ def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple
 
 def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
     """(value, mean loss over seeds) at the best other value; inf if a seed diverged."""
-    other, mine = (
-        "kappa" if over == "lr" else "lr",
-        [p for p in points if (p.parametrization, p.width) == (kind, width)],
-    )
+    other = "kappa" if over == "lr" else "lr"
+    mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
     for value in sorted({getattr(point, over) for point in mine}):
         here = [point for point in mine if getattr(point, over) == value]
         means = []
@@ -185,18 +187,11 @@ def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
 
     Thin lines: single seeds; thick lines: means over all seeds; circles: best values.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullLocator
-
     kinds, widths = list(dict.fromkeys(p.parametrization for p in points)), sorted({p.width for p in points})
-    figure, axes = plt.subplots(
-        1, len(kinds), sharey=True, squeeze=False, layout="constrained", figsize=(5.0 * len(kinds) + 1.2, 4.2)
-    )
+    figure = Figure(figsize=(5.0 * len(kinds) + 1.2, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False)
     best = {(each.parametrization, each.width): each for each in optima(points, over)}
-    shades = plt.get_cmap("viridis_r")([0.12 + 0.78 * i / max(len(widths) - 1, 1) for i in range(len(widths))])
+    shades = colormaps["viridis_r"]([0.12 + 0.78 * i / max(len(widths) - 1, 1) for i in range(len(widths))])
     colours = dict(zip(widths, shades, strict=True))
     axis: Any
     for axis, kind in zip(axes[0], kinds, strict=True):
@@ -222,5 +217,4 @@ def plot(points: Sequence[Point], path: str | Path, over: str = "lr") -> Path:
     axes[0][0].yaxis.set_minor_locator(NullLocator())
     axes[0][0].set_ylabel("training loss at the end")
     axes[0][0].legend(frameon=False)
-    plt.close(figure)
     return save_figure(figure, path)

@@ -184,9 +184,13 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
         raise ValueError(f"data.image_size: images must be square, got {shape[1]} x {shape[2]}; set data.image_size")
     if torch.get_default_device().type != "meta":
         _check_memory(config, shape, conditioning)
-    build = _uvit if config.model.backbone == "uvit" else _unet
+    is_uvit = config.model.backbone == "uvit"
     with seeded(config.training.seed):
-        model = build(config.model, shape, conditioning)
+        model = (
+            UViT(_uvit_config(config.model, shape, conditioning))
+            if is_uvit
+            else _unet(config.model, shape, conditioning)
+        )
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
         if config.features.conditioning:
             _condition_on_features(model, config.features)
@@ -227,10 +231,6 @@ def _add_head(model: nn.Module, settings: DistillationSettings) -> None:
     except ValueError as error:
         raise ValueError(f"distillation.{error}") from None
     attach_head(model, replace(settings, tap=tap), width)
-
-
-def _uvit(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> nn.Module:
-    return UViT(_uvit_config(settings, shape, conditioning))
 
 
 def _uvit_config(settings: ModelSettings, shape: Shape, conditioning: Conditioning) -> UViTConfig:

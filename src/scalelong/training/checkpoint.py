@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError as CheckpointError
-from scalelong.failpoints import failpoint, protected
-from scalelong.files import atomic_folder, file_digest, inside, remove_leftovers
-from scalelong.runs import CHECKPOINTS, CONFIG, MANIFEST, METRICS, step_name, step_number
+from scalelong.failpoints import failpoint
+from scalelong.files import atomic_folder, file_digest, inside, read_json, remove_leftovers, write_manifest
+from scalelong.runs import CHECKPOINTS, CONFIG, MANIFEST, METRICS, step_name
 from scalelong.runs.events import CHECKPOINT_KIND, read_events
+from scalelong.runs.folder import by_step
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,7 @@ def _write(home: Path, groups: Tensors, state: dict[str, Any], config: str) -> N
         if config:
             (files / CONFIG).write_text(config)
         failpoint("save.before_manifest")
-        hashes = {file.name: file_digest(file) for file in sorted(files.iterdir())}
-        (files / MANIFEST).write_text(json.dumps(hashes, indent=1) + "\n")
+        write_manifest(files)
         failpoint("save.after_manifest")
 
 
@@ -71,7 +71,7 @@ def load_checkpoint(path: Path, only: str = "") -> tuple[Tensors, dict[str, Any]
         if name not in hashes:
             raise CheckpointError(f"{path / MANIFEST}: is damaged (it does not list {name})")
     wanted = [name for name in hashes if not only or name == STATE or Path(name).stem == only]
-    for name in wanted if protected("checkpoint.verify") else ():
+    for name in wanted:
         if not inside(path, name).is_file() or file_digest(path / name) != hashes[name]:
             raise CheckpointError(f"{path / name}: missing or damaged (its sha256 differs from {path / MANIFEST})")
     tensors = {}
@@ -100,21 +100,16 @@ def load_newest(folder: Path, only: str = "") -> tuple[Path, Tensors, dict[str, 
 
 def steps_in(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, oldest first; warns about other entries."""
-    found = {}
-    for path in folder.glob("step-*"):
-        if (step := step_number(path.name)) is not None and path.is_dir() and not path.is_symlink():
-            found[step] = path
-        else:
-            logger.warning("%s: is not a checkpoint (step-NUMBER); ignored", path)
-    return dict(sorted(found.items()))
+    paths = list(folder.glob("step-*"))
+    found = by_step(path for path in paths if path.is_dir())
+    for stray in set(paths) - set(found.values()):
+        logger.warning("%s: is not a checkpoint (step-NUMBER); ignored", stray)
+    return found
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error})") from error
+    found = read_json(path.parent, path.name)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: is damaged (it does not hold a JSON object)")
     return found

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from scalelong.errors import NonFiniteError as NonFiniteError
-from scalelong.failpoints import protected
 from scalelong.runs.settings import TrainingSettings
 from scalelong.training.step import StepResult, Suspect
 
@@ -34,7 +33,7 @@ class Guard:
 
     def limit(self, unread: bool) -> float:
         """The largest loss that is not a spike; `unread`: the previous step has not been reviewed yet."""
-        if self._count - (not unread) < _WARM_UP or not protected("guard.spikes"):
+        if self._count - (not unread) < _WARM_UP:
             return math.inf
         return self.settings.spike_factor * (self._mean if unread else self._before)
 

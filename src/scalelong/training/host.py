@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from scalelong.failpoints import protected
-
 logger = logging.getLogger(__name__)
 
 _SECOND_INTERRUPT = 2.0  # seconds after which another Ctrl-C counts
@@ -36,7 +34,7 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
         first = first or time.monotonic()
         stop()
 
-    caught = [signal.SIGTERM, signal.SIGINT] if protected("loop.signals") else []
+    caught = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is under nohup
         caught.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in caught}

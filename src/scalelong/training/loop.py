@@ -20,13 +20,13 @@ from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
 from scalelong.errors import WriteError
-from scalelong.failpoints import failpoint, protected
-from scalelong.files import disk_error, inside
+from scalelong.failpoints import failpoint
+from scalelong.files import check_space, disk_error, inside
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
-from scalelong.runs.claim import check_folder, check_space, claim_folder
 from scalelong.runs.config import to_yaml
 from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
+from scalelong.runs.folder import check_folder, claim_folder
 from scalelong.runs.settings import Conditioning, RunConfig
 from scalelong.skips import coefficients
 from scalelong.training.build import build_model, build_objective, build_source, check_config
@@ -35,8 +35,6 @@ from scalelong.training.checkpoint import (
     Tensors,
     check_never_saved,
     load_newest,
-    optimizer_tensors,
-    restore_optimizer,
     save_checkpoint,
 )
 from scalelong.training.condition import make_condition
@@ -47,7 +45,7 @@ from scalelong.training.host import environment, stop_signals
 from scalelong.training.optimizers import EMA
 from scalelong.training.ranks import Ranks
 from scalelong.training.run import TrainedRun, load_pixels
-from scalelong.training.shard import gathered, scattered, shard
+from scalelong.training.shard import ShardedStepper, shard
 from scalelong.training.step import Pending, Stepper, Window, learning_rate, sample_indices
 
 logger = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ class Trainer:
         self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
         data, training = config.data, config.training
-        if self.ranks.is_main_process and protected("folder.early"):
+        if self.ranks.is_main_process:
             check_folder(self.folder, config)
         failpoint("build.source")
         with self.ranks.main_first():  # downloads, unpacks or encodes for the others
@@ -98,7 +96,8 @@ class Trainer:
         settings, process = config.distillation, self.objective.process
         teaching = (self.model, self.ema.model, process, training.seed)
         distillation = Distillation(settings, *teaching) if settings.weight else None
-        self.stepper = Stepper(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
+        parts = (self.model, self.objective, self.device, ranks, self.condition, distillation)
+        self.stepper = (ShardedStepper if training.shard == "full" else Stepper)(config, *parts)
         if self.stepper.compile == "step":
             self.stepper, self.ema = speed_up(self.stepper, self.ema)
         self.guard = Guard(training)
@@ -183,8 +182,7 @@ class Trainer:
     def _start_batches(self) -> None:
         """This rank's micro-batches from the next step on."""
         config, rank, ranks = self.config, self.ranks.process_index, self.ranks.num_processes
-        first = self.step + 1 if protected("resume.position") else 1
-        steps, parts = range(first, config.training.steps + 1), range(config.training.accumulate)
+        steps, parts = range(self.step + 1, config.training.steps + 1), range(config.training.accumulate)
         indices = (sample_indices(config, step, part, rank, ranks) for step in steps for part in parts)
         self._batches = self.loader.batches(indices)
 
@@ -263,15 +261,7 @@ class Trainer:
         return model_inputs(self.model, x, time_input, **condition)
 
     def _save(self) -> None:
-        self.ema.gather()
-        optimizers = (optimizer_tensors(each, self.model) for each in self.stepper.optimizers)
-        tensors: Tensors = {
-            "model": self.model.state_dict(),
-            "ema": self.ema.model.state_dict(),
-            "optimizer": {key: value for part in optimizers for key, value in part.items()},
-        }
-        if self.stepper.sharded:
-            tensors = {name: gathered(group) for name, group in tensors.items()}
+        tensors = self.stepper.tensors(self.ema)
         if self._events is not None:  # the main rank
             state = {
                 "step": self.step,
@@ -313,13 +303,7 @@ class Trainer:
             raise CheckpointError(f"{path}: was trained on other data than {self.source.name} is now; use a new folder")
         if Conditioning.from_state(state.get("condition")) != self.condition.conditioning:
             raise CheckpointError(f"{path}: was trained with other classes or another text encoder; use a new folder")
-        if self.stepper.sharded:
-            tensors = {**tensors, **{name: scattered(tensors[name], self.model) for name in ("model", "optimizer")}}
-        self.model.load_state_dict(tensors["model"])
-        self.ema.model.load_state_dict(tensors["ema"])
-        self.ema.scatter()
-        for optimizer in self.stepper.optimizers:
-            restore_optimizer(optimizer, self.model, tensors["optimizer"])
+        self.stepper.restore(tensors, self.ema)
         if self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state["scaler"])
         self.guard.restore(state["guard"])

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from torch.distributed.rendezvous import rendezvous
 
 from scalelong.errors import ScaleLongError
-from scalelong.failpoints import failpoint, protected
+from scalelong.failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ class Ranks:
     _runs = 0
 
     def __init__(self, timeout: float) -> None:
-        limit = timedelta(seconds=timeout if protected("ranks.timeout") else 1800)
-        joined = _join(limit) if protected("ranks.names") else {}
-        self.state = PartialState(cpu=not torch.cuda.is_available(), timeout=limit, **joined)  # CPU ranks need the flag
+        limit = timedelta(seconds=timeout)
+        on_cpu = not torch.cuda.is_available()  # CPU ranks need the flag
+        self.state = PartialState(cpu=on_cpu, timeout=limit, **_join(limit))
         self.device, self.is_main_process = self.state.device, self.state.is_main_process
         self.process_index, self.num_processes = self.state.process_index, self.state.num_processes
         self.step = 0  # of the run, published to the other ranks
@@ -113,7 +113,7 @@ class Ranks:
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Add the rank that caused the error if it is dead, stopped or behind; else return the error unchanged."""
-        if self.num_processes == 1 or not protected("ranks.explain"):
+        if self.num_processes == 1:
             return error
         self._silent(0)
         time.sleep(4 * self._every)
@@ -164,6 +164,13 @@ class Ranks:
                     for rank in set(self._silent(self._timeout / 2)) - warned:
                         warned.add(rank)
                         logger.warning("rank %d does not answer", rank)
+
+
+def is_main_rank() -> bool:
+    """True on the rank that writes and prints; uses torchrun's environment before torch.distributed is initialized."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _machine() -> str:

@@ -117,13 +117,12 @@ def load_run(
         raise ValueError(f"device: must be cpu or cuda, got {device}; sampling needs float64 on the device, use cpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
-    config, model, *about = (_load_exported if is_exported(folder) else _load_checkpoint)(folder, weights, step)
-    model.to(device).eval().requires_grad_(False)
-    return TrainedRun(folder, config, model, build_objective(config), *about)
+    run = (_load_exported if is_exported(folder) else _load_checkpoint)(folder, weights, step)
+    run.model.to(device).eval().requires_grad_(False)
+    return run
 
 
-def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
-    """(config, model, shape, step, conditioning, data, weights) of a run; `_load_exported`: of a diffusers export."""
+def _load_checkpoint(folder: Path, weights: str, step: int | None) -> TrainedRun:
     config, found = read_config(folder), checkpoints(folder)
     if weights not in ("ema", "model"):
         raise ValueError(f"weights: must be ema or model, got {weights!r}")
@@ -145,7 +144,8 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> tuple[Any,
         raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
     remove_head(model)  # only used in training
     require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
-    return config, model, shape, state["step"], conditioning, str(state.get("data", "")), weights
+    about = (state["step"], conditioning, str(state.get("data", "")), weights)
+    return TrainedRun(folder, config, model, build_objective(config), shape, *about)
 
 
 def image_shape(stored: Any, where: Path) -> Shape:
@@ -155,15 +155,6 @@ def image_shape(stored: Any, where: Path) -> Shape:
     for value in stored:
         require_number(f"{where}: shape", value, 1, 2**16, whole=True)
     return stored[0], stored[1], stored[2]
-
-
-def _load_exported(folder: Path, weights: str, step: int | None) -> tuple[Any, ...]:
-    config, found, model = read_exported(folder)
-    if weights == "model" and found.weights != "model":
-        raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
-    if step not in (None, found.step):
-        raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
-    return config, model, found.shape, found.step, found.condition, found.data, found.weights
 
 
 def load_pixels(run: TrainedRun, device: torch.device) -> ToPixels:
@@ -219,9 +210,8 @@ def sample_batches(
 
         with Progress(total=len(chosen), desc="sample", unit="img", disable=not progress) as bar:
             for index in parts:
-                padded = torch.cat([index, index[-1:].expand(size - len(index))]).to(
-                    device
-                )  # constant shape, for compile
+                padding = index[-1:].expand(size - len(index))  # constant shape, for compile
+                padded = torch.cat([index, padding]).to(device)
                 tuned = skip_tuned(module, settings.skip_tuning)
                 with evaluating(module), tuned, context, fused.inference(module, enabled=fast):
                     given = condition(padded) if condition else {}
@@ -283,37 +273,42 @@ def is_exported(folder: Path) -> bool:
     return (folder / DESCRIPTION).is_file()
 
 
-def read_exported(folder: Path) -> tuple[RunConfig, ExportedRun, nn.Module]:
-    """The configuration, the description and the model of an exported pipeline."""
+def _load_exported(folder: Path, weights: str, step: int | None) -> TrainedRun:
+    """The run in an exported pipeline, as it was sampled."""
     if not check_manifest(folder):
         logger.warning("%s: has no %s, so its files cannot be verified; export the run again", folder, MANIFEST)
     try:
         stored: dict[str, Any] = read_json(folder, DESCRIPTION)
         shape, condition = image_shape(stored["shape"], folder), Conditioning.from_state(stored["condition"])
-        exported = ExportedRun(**{**stored, "shape": shape, "condition": condition})
+        found = ExportedRun(**{**stored, "shape": shape, "condition": condition})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / DESCRIPTION}: is damaged ({error}); export the run again") from error
     config = replace(from_yaml(inside(folder, CONFIG)), mup=MupSettings())  # export folds the multipliers of muP
-    if exported.folded:
+    if weights == "model" and found.weights != "model":
+        raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
+    if step not in (None, found.step):
+        raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
+    if found.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     without_head = replace(config, distillation=DistillationSettings())
-    model = build_model(without_head, exported.shape, exported.condition)
-    if exported.folded:
+    model = build_model(without_head, shape, condition)
+    if found.folded:
         skips.remove(model, "scaling")  # folded weights have no scaling state
     files = sorted((folder / DENOISER).glob(_WEIGHTS))
     if not files:
         raise CheckpointError(f"{folder / DENOISER}: holds no {_WEIGHTS}; export the run again")
-    weights: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         with naming_damage(file):
-            weights |= {name.removeprefix("uvit."): value for name, value in load_file(file).items()}
+            tensors |= {name.removeprefix("uvit."): value for name, value in load_file(file).items()}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({short_lines(error)})") from error
-    if exported.folded:
+    if found.folded:
         skips.apply(model, config.scaling.method)
-    return config, exported, model
+    about = (found.step, condition, found.data, found.weights)
+    return TrainedRun(folder, config, model, build_objective(config), shape, *about)
 
 
 def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | None:

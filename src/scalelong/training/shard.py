@@ -6,7 +6,10 @@ rank also keeps the full EMA model for sampling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalelong.skips.families import stages
+from scalelong.training.checkpoint import Tensors
 from scalelong.training.optimizers import EMA
+from scalelong.training.step import Pending, Stepper
 
 
 def shard(model: nn.Module, ema: EMA) -> ShardedEMA:
@@ -47,6 +52,40 @@ def scattered(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
         is_shard = hasattr(target, "placements") and tensor.shape == target.shape
         found[name] = _spread(tensor, target) if is_shard else tensor
     return found
+
+
+class ShardedStepper(Stepper):
+    """A step of a sharded model, with AdamW in float32 or bf16."""
+
+    def parallel(self) -> nn.Module:
+        self.no_sync = partial(_no_sync, self.model)
+        return self.model
+
+    def clip(self) -> Tensor:
+        norm: Any = nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip_norm or math.inf)
+        total: Tensor = norm.full_tensor()
+        return total
+
+    def update(self, pending: Pending) -> None:
+        """Waits for the device."""
+        if pending.usable:
+            self.optimizers[0].step()
+
+    def tensors(self, ema: EMA) -> Tensors:
+        return {name: gathered(group) for name, group in super().tensors(ema).items()}
+
+    def restore(self, tensors: Tensors, ema: EMA) -> None:
+        own = {name: scattered(tensors[name], self.model) for name in ("model", "optimizer")}
+        super().restore({**tensors, **own}, ema)
+
+
+@contextmanager
+def _no_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 class ShardedEMA(EMA):

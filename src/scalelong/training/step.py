@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from scalelong.backbones import as_network
 from scalelong.data import Batch
 from scalelong.diffusion import Network, Objective, draw_time_and_noise
-from scalelong.failpoints import protected
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.hooks import scaling_of
 from scalelong.training.build import resolve_compile
+from scalelong.training.checkpoint import Tensors, optimizer_tensors, restore_optimizer
 from scalelong.training.condition import Condition
 from scalelong.training.distillation import Distillation
-from scalelong.training.optimizers import make_optimizers
+from scalelong.training.optimizers import EMA, make_optimizers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Suspect = tuple[int, float]  # global sample index and t of a sample whose loss or gradient is not finite
@@ -57,19 +56,18 @@ class Stepper:
         self.dtype = resolve_precision(config, device)
         self.autocast = autocast(device, self.dtype)
         self.scaler = self._make_scaler()
-        self.no_sync: Any = nullcontext
-        wrapped: Any = model
-        self.sharded = config.training.shard == "full"
-        if self.sharded:
-            self.no_sync = functools.partial(_no_sync, model)
-        elif world_size > 1:
-            device_ids = [device.index] if device.type == "cuda" else None
-            wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids)
-            self.no_sync = wrapped.no_sync
         self.compile = resolve_compile(config, world_size, device.type == "cuda")
-        self.net = _compiled(wrapped, self.compile)
+        self.no_sync: Any = nullcontext
+        self.net = _compiled(model if world_size == 1 else self.parallel(), self.compile)
         if distillation is not None:
             distillation.network = _compiled(distillation.teacher, self.compile)
+
+    def parallel(self) -> nn.Module:
+        """The model with gradients averaged over ranks, except inside `no_sync`."""
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = nn.parallel.DistributedDataParallel(self.model, device_ids=device_ids)
+        self.no_sync = wrapped.no_sync
+        return wrapped
 
     def compute(
         self, step: int, micro_batches: Iterable[Batch], stop: bool = False, limit: float = math.inf
@@ -92,10 +90,10 @@ class Stepper:
             samples.append((loss.detach(), batch, t))
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-        norm = self._clip()
+        norm = self.clip()
         loss = torch.cat([loss for loss, _, _ in samples]).mean() / self.world_size
         shared = torch.stack([loss, torch.full((), float(stop), device=self.device)])
-        if self.world_size > 1 and protected("step.share"):
+        if self.world_size > 1:
             dist.all_reduce(shared)
         suspects = functools.partial(self._suspects, samples)
         return Pending(torch.cat([shared, norm.reshape(1)]), suspects, self.scaler.is_enabled(), limit)
@@ -128,30 +126,28 @@ class Stepper:
             group["lr"] = learning_rate(self.config, step) * group.get("lr_multiplier", 1.0)
         self.scaling.advance(step)
 
-    def _clip(self) -> Tensor:
+    def clip(self) -> Tensor:
         """Clip the gradient if enabled and return its norm."""
-        clip_norm = self.config.optimizer.clip_norm
-        if clip_norm or self.sharded:
-            norm: Any = nn.utils.clip_grad_norm_(self.parameters, clip_norm or math.inf)
-            total: Tensor = norm.full_tensor() if self.sharded else norm
+        if clip_norm := self.config.optimizer.clip_norm:
+            norm: Tensor = nn.utils.clip_grad_norm_(self.parameters, clip_norm)
         else:
-            total = torch.stack(torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])).norm()
-        return total
+            norm = torch.stack(torch._foreach_norm([p.grad for p in self.parameters if p.grad is not None])).norm()
+        return norm
 
     def update(self, pending: Pending) -> None:
         """Apply the gradients unless they are not finite or the loss is above its limit.
 
-        With AdamW alone, no shards and no limit this does not wait for the device.
+        With AdamW alone and no limit this does not wait for the device.
         """
         if self.scaler.is_enabled():
             if math.isinf(pending.limit) or pending.usable:  # the scaler detects non-finite values, not spikes
                 for optimizer in self.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()
-        elif self.device.type == "cuda" and len(self.optimizers) == 1 and not self.sharded:
+        elif self.device.type == "cuda" and len(self.optimizers) == 1:
             self.optimizers[0].found_inf = (~pending.usable).float()  # type: ignore[attr-defined]  # fused AdamW reads it
             self.optimizers[0].step()
-        elif pending.usable:  # with Muon or shards this waits for the device
+        elif pending.usable:  # with Muon this waits for the device
             for optimizer in self.optimizers:
                 optimizer.step()
 
@@ -166,6 +162,24 @@ class Stepper:
     def clear(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self, ema: EMA) -> Tensors:
+        """The contents of a checkpoint; a collective operation."""
+        ema.gather()
+        optimizers = (optimizer_tensors(each, self.model) for each in self.optimizers)
+        return {
+            "model": self.model.state_dict(),
+            "ema": ema.model.state_dict(),
+            "optimizer": {key: value for part in optimizers for key, value in part.items()},
+        }
+
+    def restore(self, tensors: Tensors, ema: EMA) -> None:
+        """Inverse of `tensors`."""
+        self.model.load_state_dict(tensors["model"])
+        ema.model.load_state_dict(tensors["ema"])
+        ema.scatter()
+        for optimizer in self.optimizers:
+            restore_optimizer(optimizer, self.model, tensors["optimizer"])
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -208,7 +222,7 @@ class Pending:
 def find_suspects(bad: Tensor, index: Tensor, t: Tensor, world_size: int = 1) -> list[Suspect]:
     """The marked samples of all ranks; the tensors (B,) are local."""
     parts: list[Any] = [list(zip(index[bad].tolist(), t[bad].double().tolist(), strict=True))] * world_size
-    if world_size > 1 and protected("step.share"):
+    if world_size > 1:
         dist.all_gather_object(parts, parts[0])
     return [suspect for part in parts for suspect in part]
 
@@ -241,13 +255,6 @@ class Window:
         }
 
 
-def is_main_rank() -> bool:
-    """True on the rank that writes and prints; uses torchrun's environment before torch.distributed is initialized."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
-
-
 def learning_rate(config: RunConfig, step: int) -> float:
     return config.optimizer.lr * min(1.0, step / max(1, config.optimizer.warmup_steps))  # linear warm-up
 
@@ -267,16 +274,6 @@ def sample_indices(config: RunConfig, step: int, part: int, rank: int, world_siz
     size = settings.batch_size // (world_size * settings.accumulate)
     first = (step - 1) * settings.batch_size + (part * world_size + rank) * size
     return torch.arange(first, first + size)
-
-
-@contextmanager
-def _no_sync(model: Any) -> Iterator[None]:
-    """Context without gradient synchronization, for DDP and FSDP2."""
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 def _compiled(model: nn.Module, mode: str) -> Network:

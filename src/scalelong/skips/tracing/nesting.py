@@ -131,14 +131,18 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
     elif other := _left_out(trace, chosen, nests) or _same_around(chosen, paths):
         missed = f"{trace.module_name(other.join)} joins another (by {other.op.kind}) in another way or class of module"
     if missed:
-        raise refusal(
-            trace, f"{len(chosen)} of its skips are clear, but {missed}; not all skips would be scaled: {_NAME_THEM}"
-        )
+        clear = f"{len(chosen)} of its skips are clear, but {missed}"
+        raise refusal(trace, f"{clear}; not all skips would be scaled: {_NAME_THEM}")
     return chosen
 
 
 def _group(trace: Trace, path: SkipPath) -> Group:
     return _module_class(trace, path.owner), path.op.kind, path.op.kind == "add" and path.around_one_module
+
+
+def _joined_by(trace: Trace, path: SkipPath) -> Group:
+    """The group of a path, and the class of the module that joins it."""
+    return *_group(trace, path), _module_class(trace, trace.nodes[path.join].call)
 
 
 def _joined_twice(trace: Trace, crowded: Sequence[Sequence[SkipPath]]) -> str | None:
@@ -156,15 +160,11 @@ def _with_inputs(trace: Trace, chosen: list[SkipPath], every: Sequence[Sequence[
     found = []
     for number in range(1, chosen[-1].nest + 1):
         nest = [path for path in chosen if path.nest == number]
-        outermost, call = nest[0], trace.nodes[nest[0].join].call
         for path in itertools.chain(*every):
-            here = trace.nodes[path.join].call
-            alike = _group(trace, path) == _group(trace, outermost) and _module_class(trace, here) == _module_class(
-                trace, call
-            )
+            here, alike = trace.nodes[path.join].call, _joined_by(trace, path) == _joined_by(trace, nest[0])
             if trace.depth[path.source] or not alike or (path.op.kind == "add" and len(trace.stack(here)) <= 1):
                 continue  # x + f(x) around the whole network is a residual
-            if encloses(trace, path, outermost):
+            if encloses(trace, path, nest[0]):
                 found.append(replace(path, nest=number))
                 break
         found += nest
