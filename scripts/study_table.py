@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -282,7 +283,12 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
             "the scaling is part of the function; loading checks it",
         ),
         (
-            "300,000 steps or more; depth 20 or more; batch 32; unstable learning rates",
+            "small U-ViT (width 64), batch 16, 500 steps, learning rates up to collapse",
+            "no scaling",
+            f"collapsed runs: {'; '.join(collapsed())} (3 seeds, 4 rates; [learning rates](#learning-rates))",
+        ),
+        (
+            "300,000 steps or more; width 256 with depth 20 or more or batch 32",
             "try both",
             "the paper reports gains here; not yet measured by us (queued)",
         ),
@@ -297,6 +303,14 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
     rows[4:4] = other_settings()
     lines = ["| training | use | measured |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def collapsed() -> list[str]:
+    """Collapsed runs over all learning rates, by depth."""
+    claims = json.loads((RESULTS / "learning-rates-cpu" / "summary.json").read_text())["claims"]
+    found = [claim for claim in claims if claim["measured"].startswith("collapsed: ")]
+    depths = [re.search(r"\((.*?)\)", claim["paper"])[1] for claim in found]  # type: ignore[index]
+    return [f"{d}: {claim['measured'].removeprefix('collapsed: ')}" for d, claim in zip(depths, found, strict=True)]
 
 
 def other_settings() -> list[tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
         f"{config.training.steps} steps (warm-up {config.optimizer.warmup_steps}), batch {config.training.batch_size}; "
         f"collapsed: loss above {limit:g} at the end"
     )
-    return Outcome(judged(table), setting, {"table": table})
+    return Outcome(judged(table, rows), setting, {"table": table})
 
 
 def trained(grid: Mapping[Key, RunConfig], jobs: int) -> dict[Key, float | None]:
@@ -91,7 +91,7 @@ def averages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def judged(table: list[dict[str, Any]]) -> list[Claim]:
+def judged(table: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[Claim]:
     """Per depth: do all methods collapse less often than no scaling (Fisher's exact test, 5%), and have a lower loss?"""
     claims = []
     for depth in dict.fromkeys(row["run"].partition(", ")[0] for row in table):
@@ -110,10 +110,20 @@ def judged(table: list[dict[str, Any]]) -> list[Claim]:
         claims.append(
             Claim(f"scaling stabilizes training ({depth}): fewer collapsed runs", f"collapsed: {said}", fewer)
         )
-        said = ", ".join(f"{name} {best[name]['median loss']:.4f} at {best[name]['lr']:g}" for name in names)
-        lower = all(best[name]["median loss"] < best["none"]["median loss"] for name in names if name != "none")
+        said = ", ".join(f"median {best[name]['median loss']:.4f} for {name} at {best[name]['lr']:g}" for name in names)
+        losses = {name: by_seed(rows, best[name]) for name in names}
+        wins = {name: sum(a < b for a, b in zip(losses[name], losses["none"], strict=True)) for name in names[1:]}
+        seeds = len(losses["none"])
+        said += "".join(f"; {name} below none in {count} of {seeds} seeds" for name, count in wins.items())
+        lower = all(count == seeds for count in wins.values())
         claims.append(Claim(f"each method at its own best rate ({depth}): lower loss than no scaling", said, lower))
     return claims
+
+
+def by_seed(rows: list[dict[str, Any]], best: dict[str, Any]) -> list[float]:
+    """The losses at this run and rate, seed by seed."""
+    here = [row for row in rows if (row["run"], row["lr"]) == (best["run"], best["lr"])]
+    return [math.inf if row["loss"] is None else row["loss"] for row in sorted(here, key=lambda row: row["seed"])]
 
 
 def draw(table: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
