@@ -128,6 +128,23 @@ def test_attention_whose_layers_are_not_recognized_is_refused_by_the_head_size_i
     mup.parametrize(block, base)  # the block's own numbers are those of its attention, which is recognized
 
 
+def test_layers_of_other_classes_are_recognized_by_their_names() -> None:
+    """As EDM's convolutions, whose attention has a fixed scale."""
+
+    class Linear(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3 * width, width))
+
+    def make(width: int) -> nn.Module:
+        model = Attention(width, ("qkv",))
+        model.qkv = Linear(width)
+        del model.scale
+        return model
+
+    refused(make, "heads of 32, of 8 at base width, and a fixed scale")
+
+
 @pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weights_that_are_computed_are_refused(norm) -> None:
@@ -141,6 +158,32 @@ def test_weights_that_are_computed_are_refused(norm) -> None:
             mup.parametrize(model, make(16, bias))
         assert set(vars(model)) == attributes
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Standardized(nn.Conv2d):
+    """A convolution with weights of unit size, as in BiT and EDM2."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight / self.weight.square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
+        return F.conv2d(x, weight, self.bias)
+
+
+class Doubled(nn.Conv2d):
+    """A layer of another class that uses its weight as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_weights_that_are_normalized_in_the_forward_pass_are_refused() -> None:
+    def make(layer: type[nn.Module], width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, width, 1), layer(width, width, 3), nn.Conv2d(width, 3, 1))
+
+    with pytest.raises(
+        ValueError, match=r"model: 1\.weight is normalized in the forward pass of Standardized.* standard"
+    ):
+        mup.parametrize(make(Standardized, 64), meta(make, Standardized, 16))
+    assert mup.roles(mup.parametrize(make(Doubled, 64), meta(make, Doubled, 16)))["1.weight"].role == "hidden"
 
 
 def test_lazy_modules_are_refused() -> None:

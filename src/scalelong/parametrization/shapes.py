@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -109,11 +109,17 @@ def make_plan(
 ) -> Plan:
     """Roles and multipliers from the shapes, head sizes and, if they are known, root mean squares at base width."""
     plan = Plan(heads=dict(heads or {}))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names, tried = {id(parameter): name for name, parameter in model.named_parameters()}, set[type]()
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
             found = _role(name, module, own, tuple(parameter.shape), shapes[name])
+            if own == "weight" and found.role in ("hidden", "output") and type(module) not in tried:
+                tried.add(type(module))
+                if _normalizes(module):
+                    kind = type(module).__name__
+                    raise ValueError(f"model: {name} is normalized in the forward pass of {kind}, for which muP's rules "
+                                     "differ; train it in the standard parametrization")  # fmt: skip
             if found.multiplier != 1:
                 plan.inputs[path] = found.multiplier
             if name not in plan.roles or found.role == "input":  # tied to a readout, an embedding stays one
@@ -134,10 +140,9 @@ def make_plan(
             plan.scales[path] = factor / math.sqrt(size)
         else:
             scale = "a fixed scale of 1 / sqrt(d)" if known else f"a scale of {own:g}, which is not 1 / sqrt(d)"
-            differ = (
-                f"{path or type(model).__name__} has heads of {size}, of {plan.heads[path]} at base width, and {scale}"
-            )
-            raise ValueError(f"model: {differ}; keep the head size and grow the number of heads")
+            where = path or type(model).__name__
+            raise ValueError(f"model: {where} has heads of {size}, of {plan.heads[path]} at base width, and {scale}; "
+                             "keep the head size and grow the number of heads")  # fmt: skip
     in_order = {name: plan.roles[name] for name in names.values()}
     return replace(plan, roles=in_order, stamp=stamp_of(in_order, plan.heads))
 
@@ -237,6 +242,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     others: dict[str, int] = {}
     for name, module in model.named_modules():
         heads = next((found for key in HEADS if isinstance(found := vars(module).get(key), int)), 0)
+        size = next((found for key in HEAD_SIZES if isinstance(found := vars(module).get(key), int)), 0)
         queries = next((layer for key in QUERIES if (layer := _layer(module, key))), None)
         fused = fused_layer(module)
         if isinstance(module, nn.MultiheadAttention):
@@ -244,8 +250,8 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         elif heads and queries is not None:
             known[name] = queries.weight.shape[0] // heads
         elif heads and fused is not None:
-            known[name] = fused.weight.shape[0] // (3 * heads)
-        elif heads and (size := next((n for key in HEAD_SIZES if isinstance(n := vars(module).get(key), int)), 0)):
+            known[name] = size or fused.weight.shape[0] // (3 * heads)
+        elif heads and size:
             others[name] = size
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
@@ -253,13 +259,15 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             yield name, model.get_submodule(name), size
 
 
-def _layer(module: nn.Module, name: str) -> nn.Linear | _ConvNd | None:
+def _layer(module: nn.Module, name: str) -> Any:
+    """The linear layer or convolution of this name, which may be of a class of the model's own, or None."""
     found = getattr(module, name, None)
-    return found if isinstance(found, nn.Linear | _ConvNd) else None
+    weight = found._parameters.get("weight") if isinstance(found, nn.Module) else None
+    return found if weight is not None and weight.dim() > 1 else None
 
 
-def fused_layer(attention: nn.Module) -> nn.Linear | _ConvNd | None:
-    """The layer that queries, keys and values leave together, if there is one."""
+def fused_layer(attention: nn.Module) -> Any:
+    """The layer that queries, keys and values leave together, or None."""
     return next((layer for name in FUSED if (layer := _layer(attention, name))), None)
 
 
@@ -275,25 +283,42 @@ def query_weights(attention: nn.Module) -> list[Tensor]:
     """The parameters that queries are computed from, or their first third where keys and values share them."""
     for layer in filter(None, (_layer(attention, name) for name in QUERIES)):
         return list(layer.parameters())
-    fused: Any = fused_layer(attention)
+    fused = fused_layer(attention)
     bias = getattr(attention, "q_bias", None)  # of BEiT and EVA
     return [each[: len(each) // 3] for each in fused.parameters()] + [bias] * isinstance(bias, nn.Parameter)
 
 
 def _uses_scale(attention: nn.Module) -> bool:
-    """Whether fused attention reads its attribute `scale`: on random numbers its output depends on it, if it runs on them."""
+    """Whether fused attention reads its attribute `scale`."""
     layer, scale = fused_layer(attention), getattr(attention, "scale", "none")
     if layer is None or not isinstance(scale, float | None) or getattr(attention, "fused_attn", False):  # of timm
         return False
-    if layer.weight.is_meta:
-        return True
-    channels, last = layer.weight.shape[1], layer.weight.dim() - 2
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        twin: Any = copy.deepcopy(attention).cpu().float().eval()
+    outputs = _tried(
+        attention, layer.weight, lambda twin: setattr(twin, "scale", 1.0), lambda twin: setattr(twin, "scale", 0.1)
+    )
+    return len(outputs) < 2 or not torch.equal(outputs[0], outputs[1])
+
+
+def _normalizes(layer: nn.Module) -> bool:
+    """Whether the output of a layer does not depend on the size of its weight, as with EDM2's or standardized weights."""
+    if type(layer).__module__.startswith("torch.nn."):
+        return False
+    outputs = _tried(layer, layer.get_parameter("weight"), lambda _: None, lambda twin: twin.weight.mul_(2))
+    return len(outputs) == 2 and torch.allclose(outputs[0], outputs[1], rtol=1e-3)
+
+
+def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object]) -> list[Tensor]:
+    """Outputs of a copy of a module, with random weights, after each change to it; fewer if it needs other inputs."""
+    outputs: list[Tensor] = []
+    if weight.is_meta:
+        return outputs
+    channels, spatial = weight.shape[1], weight.dim() - 2
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
+        twin = copy.deepcopy(module).cpu().float().eval()
         for parameter in twin.parameters():
             parameter.normal_()
-        x, outputs = torch.randn(1, channels, *[4] * last) if last else torch.randn(1, 4, channels), []
-        with suppress(Exception):  # it may take other arguments, or a fixed number of tokens
-            for twin.scale in (1.0, 0.1):
-                outputs.append(next(tensors_in(twin.forward(x))))  # without the hooks of a scaling
-    return len(outputs) < 2 or not torch.equal(*outputs)
+        x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
+        for change in changes:
+            change(twin)
+            outputs.append(next(tensors_in(twin.forward(x))))  # without the hooks of a scaling
+    return outputs
