@@ -96,6 +96,12 @@ def test_a_scale_that_the_forward_ignores_is_not_relied_on() -> None:
     refused(lambda width: Attention(width, ("qkv",), fused=True), "heads of 32, of 8 at base width, and a fixed scale")
 
 
+def test_a_scale_that_the_forward_reads_is_found_at_every_width() -> None:
+    """Also where a softmax over logits of random weights would be saturated."""
+    for width in (32, 384, 1024):
+        assert plan_of(mup.parametrize(Attention(width, ("qkv",)), meta(Attention, 16, ("qkv",)))).scales
+
+
 def test_a_scale_that_is_a_tensor_or_not_1_over_sqrt_d_is_refused() -> None:
     def learned(width: int) -> nn.Module:
         model = Attention(width, ("qkv",))

@@ -293,9 +293,9 @@ def _uses_scale(attention: nn.Module) -> bool:
     layer, scale = fused_layer(attention), getattr(attention, "scale", "none")
     if layer is None or not isinstance(scale, float | None) or getattr(attention, "fused_attn", False):  # of timm
         return False
-    outputs = _tried(
-        attention, layer.weight, lambda twin: setattr(twin, "scale", 1.0), lambda twin: setattr(twin, "scale", 0.1)
-    )
+    usual = layer.weight.shape[0] ** -0.5
+    changes = [lambda twin: setattr(twin, "scale", usual), lambda twin: setattr(twin, "scale", usual / 2)]
+    outputs = _tried(attention, layer.weight, *changes)
     return len(outputs) < 2 or not torch.equal(outputs[0], outputs[1])
 
 
@@ -304,7 +304,7 @@ def _normalizes(layer: nn.Module) -> bool:
     if type(layer).__module__.startswith("torch.nn."):
         return False
     outputs = _tried(layer, layer.get_parameter("weight"), lambda _: None, lambda twin: twin.weight.mul_(2))
-    return len(outputs) == 2 and torch.allclose(outputs[0], outputs[1], rtol=1e-3)
+    return len(outputs) == 2 and bool((outputs[0] - outputs[1]).abs().max() < 1e-3 * outputs[0].abs().max())
 
 
 def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object]) -> list[Tensor]:
@@ -316,7 +316,8 @@ def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object])
     with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
         twin = copy.deepcopy(module).cpu().float().eval()
         for parameter in twin.parameters():
-            parameter.normal_()
+            fan_in = parameter.numel() / len(parameter) if parameter.dim() else 1.0
+            parameter.normal_(std=fan_in**-0.5)  # small enough that no softmax saturates
         x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
         for change in changes:
             change(twin)
