@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from scalelong.skips import is_scaled
-from scalelong.skips.example import tensors_in
+from scalelong.skips.example import tensors_in, uncompiled
 from scalelong.skips.hooks import root_name
 
 Role = Literal["finite", "vector", "input", "hidden", "output"]
@@ -313,7 +313,7 @@ def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object])
     if weight.is_meta:
         return outputs
     channels, spatial = weight.shape[1], weight.dim() - 2
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), suppress(Exception):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), suppress(Exception):
         twin = copy.deepcopy(module).cpu().float().eval()
         for parameter in twin.parameters():
             fan_in = parameter.numel() / len(parameter) if parameter.dim() else 1.0
