@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from settings import load
 from torch import nn
 
 from scalelong.parametrization.attach import INPUT, plan_of
-from scalelong.parametrization.coordinates import coordinate_check, plot
+from scalelong.parametrization.coordinates import CoordinateCheck, coordinate_check, plot
 from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
 
 CHECKS = load("coordinate-checks").measure
@@ -81,6 +82,18 @@ def test_plots_tables_and_errors(tmp_path) -> None:
         coordinate_check(lambda _: nn.Linear(3, 4), (16, 32), **options)
 
 
+def test_an_output_that_is_normalized_cannot_start_at_0() -> None:
+    class Normalized(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x / x.norm(dim=-1, keepdim=True)
+
+    with pytest.raises(
+        ValueError, match=r"Normalized is not finite before training, .* norm of 4\.weight, check it without"
+    ):
+        coordinate_check(lambda width: Normalized(*net(width)), (16, 32), example=torch.ones(1, 3))
+
+
 def test_a_make_model_with_a_seed_of_its_own_is_refused() -> None:
     def seeded(width: int) -> nn.Module:
         torch.manual_seed(0)
@@ -134,7 +147,15 @@ def test_every_supported_class(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", CHECKS.SCALINGS)
 def test_u_vit_with_every_scaling(method: str) -> None:
-    """ReZero is checked up to step 2 only: after step 3 it is not flat (docs/mup.md)."""
-    options = {"example": CHECKS.SCALED, "lr": CHECKS.SCALED_LR, "steps": 2 if method == "rezero" else 3}
+    options = {"example": CHECKS.SCALED, "lr": CHECKS.SCALED_LR, "seeds": max(CHECKS.SEEDS.get(method, (3,)))}
     found = coordinate_check(partial(CHECKS.scaled_uvit, method), CHECKS.WIDTHS, **options)
     assert found.flat, str(found)
+
+
+def test_the_error_of_a_slope_is_its_scatter_over_groups_of_seeds() -> None:
+    generator = np.random.default_rng(0)
+    values = np.exp(0.3 * generator.standard_normal((400, 1, 4, 6)))  # flat, with noise
+    checks = [CoordinateCheck((32, 64, 128, 256), {"net": each}) for each in values]
+    scatter = np.std([check.slopes()["net"] for check in checks])
+    assert np.mean([check.error("net") for check in checks]) == pytest.approx(scatter, rel=0.15)
+    assert np.isnan(CoordinateCheck((32, 64), {"net": values[0, :, :2, :1]}).error("net"))

@@ -60,15 +60,31 @@ class CoordinateCheck:
     def steps(self) -> int:
         return len(next(iter(self.activations.values()))) - 1
 
+    @property
+    def seeds(self) -> int:
+        return int(next(iter(self.activations.values())).shape[2])
+
     def slopes(self, step: int = -1) -> dict[str, float]:
         """d log |activation| / d log width of every module after `step` updates; modules whose output is 0 are left out."""
-        logs, found = np.log(np.asarray(self.widths, dtype=float)), {}
+        found = {}
         for name, values in self.activations.items():
             if not np.isfinite(values[step]).all():
                 found[name] = math.inf
             elif (values[step] > 0).all():
-                found[name] = float(np.polyfit(logs, np.log(values[step].mean(axis=1)), 1)[0])
+                found[name] = self._slope(values[step])
         return found
+
+    def error(self, name: str, step: int = -1) -> float:
+        """Standard error of one of the slopes over seeds, by the jackknife; nan with one seed."""
+        values = self.activations[name][step]
+        if values.shape[1] < 2 or not np.isfinite(values).all():
+            return math.nan
+        without_one = [self._slope(np.delete(values, seed, axis=1)) for seed in range(values.shape[1])]
+        return float(np.std(without_one)) * math.sqrt(values.shape[1] - 1)
+
+    def _slope(self, values: np.ndarray[Any, Any]) -> float:
+        logs = np.log(np.asarray(self.widths, dtype=float))
+        return float(np.polyfit(logs, np.log(values.mean(axis=1)), 1)[0])
 
     @property
     def worst(self) -> tuple[str, int, float]:
@@ -98,8 +114,9 @@ class CoordinateCheck:
             cells = [f"{found[name]:+7.2f}" if name in found else "   zero" for found in slopes]
             lines.append("  ".join([(name or "(model)").ljust(wide), *cells]))
         name, step, slope = self.worst
-        verdict = "flat" if self.flat else "not flat"
-        return "\n".join([*lines, f"{verdict}: at most {slope:+.3f}, {name or '(model)'} after step {step}"])
+        verdict, error = "flat" if self.flat else "not flat", self.error(name, step)
+        size = f"{slope:+.3f}" if math.isnan(error) else f"{slope:+.3f} ± {error:.3f}"
+        return "\n".join([*lines, f"{verdict}: at most {size}, {name or '(model)'} after step {step}"])
 
 
 def coordinate_check(
@@ -174,6 +191,10 @@ def coordinate_check(
                         output = next(tensors_in(run_example(model, call)), None)
                     if output is None:
                         raise ValueError(f"make_model: the forward of {type(model).__name__} returns no tensor")
+                    if step == 0 and not output.isfinite().all():
+                        start = f"the output of {type(model).__name__} is not finite before training"
+                        norm = f"; if it is divided by the norm of {readouts[0]}, check it without" if readouts else ""
+                        raise ValueError(f"make_model: {start}, with readouts at 0{norm}")
                     for name, value in found.items():
                         records.setdefault(name, {})[step, at, seed] = value
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)

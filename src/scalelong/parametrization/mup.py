@@ -22,12 +22,12 @@ from scalelong.parametrization.attach import (
     plan_of,
 )
 from scalelong.parametrization.shapes import (
-    FUSED,
     Plan,
     TensorRole,
     attentions,
     base_shapes,
     make_plan,
+    query_weights,
     root_mean_square,
 )
 from scalelong.skips.example import unchanged_on_error
@@ -150,22 +150,19 @@ def fold(model: nn.Module) -> nn.Module:
     """
     plan, owners = plan_of(model), Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     changes: list[tuple[Tensor, float]] = []
-    fused = {path: (factor * plan.heads[path] ** 0.5) ** 0.5 for path, factor in plan.scales.items()}
+    queries = {path: (factor * plan.heads[path] ** 0.5) ** 0.5 for path, factor in plan.scales.items()}
     for path, factor in (*plan.inputs.items(), *plan.outputs.items()):
         module = model.get_submodule(path)
-        if isinstance(module, nn.Identity) and path.endswith("q_norm"):  # of timm
-            fused[path.removesuffix("q_norm").removesuffix(".")] = factor
+        if isinstance(module, nn.Identity):  # timm's q_norm
+            queries[path.rpartition(".")[0]] = factor
             continue
         if getattr(module, "weight", None) is None or owners[id(module.weight)] > 1:
             raise ValueError(f"fold: {path} has no weight of its own to take its multiplier; keep the model as it is")
         changes.append((module.get_parameter("weight"), factor))
         if path in plan.outputs and getattr(module, "bias", None) is not None:
             changes.append((module.get_parameter("bias"), factor))
-    for path, factor in fused.items():  # queries are the first third
-        attention = model.get_submodule(path)
-        qkv = next(attention.get_submodule(name) for name in FUSED if hasattr(attention, name))
-        part = slice(qkv.get_parameter("weight").shape[0] // 3)
-        changes += [(parameter[part], factor) for parameter in qkv.parameters()]
+    for path, factor in queries.items():
+        changes += [(values, factor) for values in query_weights(model.get_submodule(path))]
     multiply(model, changes)
     for path in plan.joined:
         torch_parametrize.remove_parametrizations(model.get_submodule(path), "weight")
