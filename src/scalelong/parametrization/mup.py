@@ -21,15 +21,8 @@ from scalelong.parametrization.attach import (
     plain_name,
     plan_of,
 )
-from scalelong.parametrization.shapes import (
-    Plan,
-    TensorRole,
-    attentions,
-    base_shapes,
-    make_plan,
-    query_weights,
-    root_mean_square,
-)
+from scalelong.parametrization.attention import attentions, query_weights
+from scalelong.parametrization.shapes import Plan, TensorRole, base_shapes, make_plan, root_mean_square
 from scalelong.skips.example import unchanged_on_error
 from scalelong.skips.hooks import ROOT_NAME
 

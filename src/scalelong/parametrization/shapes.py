@@ -14,21 +14,18 @@ Attention whose head size d differs from the base's d0 multiplies its logits by 
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from scalelong.parametrization.attention import attentions, normalizes_weight, query_layers, uses_scale
 from scalelong.skips import is_scaled
-from scalelong.skips.example import tensors_in, uncompiled
 from scalelong.skips.hooks import root_name
 
 Role = Literal["finite", "vector", "input", "hidden", "output"]
@@ -116,7 +113,7 @@ def make_plan(
             found = _role(name, module, own, tuple(parameter.shape), shapes[name])
             if own == "weight" and found.role in ("hidden", "output") and type(module) not in tried:
                 tried.add(type(module))
-                if _normalizes(module):
+                if normalizes_weight(module):
                     kind = type(module).__name__
                     raise ValueError(f"model: {name} is normalized in the forward pass of {kind}, for which muP's rules "
                                      "differ; train it in the standard parametrization")  # fmt: skip
@@ -131,12 +128,12 @@ def make_plan(
         factor = math.sqrt(plan.heads.get(path, size) / size)
         if factor == 1:
             continue
-        queries = [f"{path}.{query}".lstrip(".") for query in _queries(module)]  # the model itself has no name
+        queries = [f"{path}.{query}".lstrip(".") for query in query_layers(module)]  # the model itself has no name
         own = vars(module).get("scaling")  # of transformers: T5 has 1, Gemma and Granite a setting
         known = not isinstance(own, float | int) or math.isclose(own, size**-0.5, rel_tol=1e-3)
         if queries and known:
             plan.outputs.update(dict.fromkeys(queries, factor))
-        elif known and _uses_scale(module):
+        elif known and uses_scale(module):
             plan.scales[path] = factor / math.sqrt(size)
         else:
             scale = "a fixed scale of 1 / sqrt(d)" if known else f"a scale of {own:g}, which is not 1 / sqrt(d)"
@@ -226,100 +223,3 @@ def _laws(own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> Iterator[t
     yield (2 / (here_in + here_out)) ** 0.5, (2 / (there_in + there_out)) ** 0.5, False
     yield here_in**-0.5, there_in**-0.5, False
     yield (2 / here_in) ** 0.5, (2 / there_in) ** 0.5, False
-
-
-HEADS = ("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
-HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_head")
-QUERIES, FUSED = ("to_q", "q_proj", "query", "wq", "q"), ("qkv", "to_qkv", "qkv_proj", "c_attn")
-
-
-def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
-    """Name, module and head size of attention as torch, diffusers, transformers, timm and this package write it.
-
-    Modules whose layers have other names are found by the head size they store.
-    """
-    known: dict[str, int] = {}
-    others: dict[str, int] = {}
-    for name, module in model.named_modules():
-        heads = next((found for key in HEADS if isinstance(found := vars(module).get(key), int)), 0)
-        size = next((found for key in HEAD_SIZES if isinstance(found := vars(module).get(key), int)), 0)
-        queries = next((layer for key in QUERIES if (layer := _layer(module, key))), None)
-        fused = fused_layer(module)
-        if isinstance(module, nn.MultiheadAttention):
-            known[name] = module.head_dim
-        elif heads and queries is not None:
-            known[name] = queries.weight.shape[0] // heads
-        elif heads and fused is not None:
-            known[name] = size or fused.weight.shape[0] // (3 * heads)
-        elif heads and size:
-            others[name] = size
-    for name, size in (known | others).items():
-        inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
-        if name in known or not any(inside):  # else it is a block, whose attention is inside
-            yield name, model.get_submodule(name), size
-
-
-def _layer(module: nn.Module, name: str) -> Any:
-    """The linear layer or convolution of this name, which may be of a class of the model's own, or None."""
-    found = getattr(module, name, None)
-    weight = found._parameters.get("weight") if isinstance(found, nn.Module) else None
-    return found if weight is not None and weight.dim() > 1 else None
-
-
-def fused_layer(attention: nn.Module) -> Any:
-    """The layer that queries, keys and values leave together, or None."""
-    return next((layer for name in FUSED if (layer := _layer(attention, name))), None)
-
-
-def _queries(attention: nn.Module) -> Iterator[str]:
-    """The modules that queries leave last: a norm behind the projection, if there is one; of timm, `q_norm`."""
-    for norms, layers in ((("norm_q", "q_norm"), QUERIES), (("norm_added_q",), ("add_q_proj",))):
-        found = [name for name in norms if isinstance(getattr(attention, name, None), nn.Module)]
-        found += [name for name in layers if _layer(attention, name)]
-        yield from found[:1]
-
-
-def query_weights(attention: nn.Module) -> list[Tensor]:
-    """The parameters that queries are computed from, or their first third where keys and values share them."""
-    for layer in filter(None, (_layer(attention, name) for name in QUERIES)):
-        return list(layer.parameters())
-    fused = fused_layer(attention)
-    bias = getattr(attention, "q_bias", None)  # of BEiT and EVA
-    return [each[: len(each) // 3] for each in fused.parameters()] + [bias] * isinstance(bias, nn.Parameter)
-
-
-def _uses_scale(attention: nn.Module) -> bool:
-    """Whether fused attention reads its attribute `scale`."""
-    layer, scale = fused_layer(attention), getattr(attention, "scale", "none")
-    if layer is None or not isinstance(scale, float | None) or getattr(attention, "fused_attn", False):  # of timm
-        return False
-    usual = layer.weight.shape[0] ** -0.5
-    changes = [lambda twin: setattr(twin, "scale", usual), lambda twin: setattr(twin, "scale", usual / 2)]
-    outputs = _tried(attention, layer.weight, *changes)
-    return len(outputs) < 2 or not torch.equal(outputs[0], outputs[1])
-
-
-def _normalizes(layer: nn.Module) -> bool:
-    """Whether the output of a layer does not depend on the size of its weight, as with EDM2's or standardized weights."""
-    if type(layer).__module__.startswith("torch.nn."):
-        return False
-    outputs = _tried(layer, layer.get_parameter("weight"), lambda _: None, lambda twin: twin.weight.mul_(2))
-    return len(outputs) == 2 and bool((outputs[0] - outputs[1]).abs().max() < 1e-3 * outputs[0].abs().max())
-
-
-def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object]) -> list[Tensor]:
-    """Outputs of a copy of a module, with random weights, after each change to it; fewer if it needs other inputs."""
-    outputs: list[Tensor] = []
-    if weight.is_meta:
-        return outputs
-    channels, spatial = weight.shape[1], weight.dim() - 2
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), suppress(Exception):
-        twin = copy.deepcopy(module).cpu().float().eval()
-        for parameter in twin.parameters():
-            fan_in = parameter.numel() / len(parameter) if parameter.dim() else 1.0
-            parameter.normal_(std=fan_in**-0.5)  # small enough that no softmax saturates
-        x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
-        for change in changes:
-            change(twin)
-            outputs.append(next(tensors_in(twin.forward(x))))  # without the hooks of a scaling
-    return outputs
