@@ -21,6 +21,7 @@ from scalelong.files import write_text
 from scalelong.report.plots import save_figure
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
+from scalelong.runs.folder import check_folder, checkpoints
 from scalelong.runs.settings import MupSettings, RunConfig
 from scalelong.training import NonFiniteError, Trainer
 from scalelong.training.build import at_width, check_config
@@ -100,7 +101,9 @@ def run_transfer(grid: Mapping[Point, RunConfig], out: str | Path) -> list[Point
 
 def loss_of(config: RunConfig, folder: Path) -> float | None:
     """Train in `folder` unless complete, and return the mean training loss over the last tenth; None if not finite."""
-    if not (folder / DIVERGED).is_file():
+    check_folder(folder, config)
+    complete = max(checkpoints(folder), default=0) >= config.training.steps
+    if not complete and not (folder / DIVERGED).is_file():
         try:
             trainer = Trainer(config, folder)
             trainer.run()
