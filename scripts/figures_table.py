@@ -117,9 +117,8 @@ def rules_table() -> str:
     return "\n".join(lines)
 
 
-def rates_table() -> str:
+def rates_table(folder: str) -> str:
     """The median loss of every method over the learning rate, with the collapsed runs, and the verdicts."""
-    folder = "learning-rates-cpu"
     summary = json.loads((RESULTS / folder / "summary.json").read_text())
     rows: list[dict[str, Any]] = summary["table"]
     rates = sorted({row["lr"] for row in rows})
@@ -191,7 +190,8 @@ def main() -> None:
         fill(DOCS / "figures.md", name, claims_table(name))
     fill(DOCS / "claims.md", "overview", overview())
     fill(DOCS / "should-i-use-it.md", "rules", rules_table())
-    fill(DOCS / "should-i-use-it.md", "learning rates", rates_table())
+    for scale in ("cpu", "paper"):
+        fill(DOCS / "should-i-use-it.md", f"learning rates, {scale}", rates_table(f"learning-rates-{scale}"))
     for over in ("lr", "kappa"):
         fill(DOCS / "mup.md", f"transfer over {over}", transfer_table(over))
     for folder, columns in MEASURED.items():
