@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,9 @@ def measure(experiment: Experiment, runs: Mapping[str, Sequence[Run]], out: Path
 def probed(run: Run, options: Mapping[str, Any], floors: bool, pixels: bool) -> LinearProbe:
     """The probe of the averaged weights on the first images of either split."""
     trained = load_run(run.folder, device=DEVICE)
-    config = trained.config
-    train, test = (
-        labelled(load_source(config.data.name, split=split, root=config.data.root), options[split])
-        for split in ("train", "test")
-    )
+    config, data = trained.config, trained.config.data
+    load = partial(load_source, data.name, image_size=data.image_size, root=data.root)
+    train, test = (labelled(load(split=split), options[split]) for split in ("train", "test"))
     untrained = None
     if floors:
         other = replace(config, training=replace(config.training, seed=config.training.seed + 1))
