@@ -99,6 +99,24 @@ def test_one_of_several_outputs_is_probed_by_its_number() -> None:
             linear_probe(model, train_part, test_part, blocks=[name], levels=[0.1])
 
 
+def test_features_are_averaged_over_positions_not_channels() -> None:
+    """A block of 1D convolutions: a channel's mean tells the class, a position's mean does not."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Conv1d(4, 4, 1)
+            nn.init.dirac_(self.block.weight)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.block(x.flatten(2))
+
+    labels = torch.arange(80) % 4
+    images = F.one_hot(labels, 4)[:, :, None, None].expand(-1, 4, 4, 4).float()
+    found = linear_probe(Network(), (images, labels), (images, labels), blocks=["block"], levels=[0.1])
+    assert found.accuracy == 1.0
+
+
 def test_test_images_do_not_influence_the_choice() -> None:
     train_part, (images, labels) = digits()
     found = [linear_probe(network(), train_part, (images, y), **SMALL) for y in (labels, labels.flip(0))]

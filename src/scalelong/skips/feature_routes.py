@@ -19,7 +19,9 @@ from scalelong.skips.feature_conditioning import (
     FeatureConditioning,
     Pool,
     Route,
+    as_tokens,
     attach_features,
+    channels_of,
     find_argument,
     is_conditioned,
     named_output,
@@ -172,18 +174,22 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
     role = "output" if route.argument == OUTPUT else "condition"
     late = [name for name in late if chosen or seen.get(f"{role} {name}") is not None]
     features = _as_features(named_output(seen["tap"], route.tap, "tap"), f"tap: the output of {route.tap}")
-    widths = {}
+    widths, channels = {}, {}
     for name in late:
         condition = _as_features(seen.get(f"{role} {name}"), f"targets: the {route.argument} of {name}")
-        widths[name] = _width(condition)
+        channels[name] = channels_of(modules[name], condition) if role == "output" else 0
+        widths[name] = as_tokens(condition, channels[name]).shape[-1]
         if condition.shape[0] not in (1, features.shape[0]):
             sizes = f"{condition.shape[0]} samples, the tap has {features.shape[0]}"
             raise ValueError(f"targets: the {route.argument} of {name} has {sizes}; choose others")
         if route.token is not None and (condition.ndim != 3 or not 0 <= route.token < condition.shape[1]):
             raise ValueError(f"token: the {route.argument} of {name} is {tuple(condition.shape)}, got {route.token}")
-    if len(set(widths.values())) > 1:
-        raise ValueError(f"targets: their conditions differ in width, {widths}; choose targets of one width")
-    return replace(route, targets=tuple(late), widths=(_width(features), next(iter(widths.values()))))
+    for what, found in (("width", widths), ("layout", channels)):
+        if len(set(found.values())) > 1:
+            raise ValueError(f"targets: their conditions differ in {what}, {found}; choose targets of one {what}")
+    where = channels_of(modules[tap], features), next(iter(channels.values()))
+    width = as_tokens(features, where[0]).shape[-1]
+    return replace(route, targets=tuple(late), widths=(width, next(iter(widths.values()))), channels=where)
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -195,7 +201,3 @@ def _as_features(found: Tensor | None, what: str) -> Tensor:
         shape = "not a tensor" if found is None else f"{found.dtype} {tuple(found.shape)}"
         raise ValueError(f"{what} must be floats (B, D), (B, T, D) or (B, D, ...), got {shape}; choose another")
     return found
-
-
-def _width(tensor: Tensor) -> int:
-    return tensor.shape[-1] if tensor.ndim == 3 else tensor.shape[1]
