@@ -179,8 +179,17 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         ({"images": 3}, "images: must be at least 20, two for every class, got 3"),
         (
             {"train": (train_part[0], train_part[1].float())},
-            "train: labels must be integers from 0 on, got torch.float32",
+            "train: labels must be integers from 0 on, (n,), got torch.float32 (1438,)",
         ),
+        ({"train": (train_part[0], train_part[1].tolist())}, "labels must be integers from 0 on, (n,), got list"),
+        ({"train": (train_part[0], train_part[1] > 0)}, "(n,), got torch.bool (1438,)"),
+        ({"train": (train_part[0], F.one_hot(train_part[1]))}, "(n,), got torch.int64 (1438, 10)"),
+        (
+            {"test": (test_part[0].to(torch.uint8), test_part[1])},
+            "test: images must be a tensor of floats in [-1, 1], got torch.uint8",
+        ),
+        ({"blocks": []}, "blocks: must be at least one module"),
+        ({"batch_size": 0}, "batch_size: must be at least 1, got 0"),
         ({"test": (test_part[0], test_part[1] - 1)}, "test: labels must be integers from 0 on, got -1"),
     ):
         given = {"train": train_part, "test": test_part, **options}

@@ -46,7 +46,8 @@ class Route:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Route:
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**given)
 
 
 class FeatureConditioning(nn.Module):
