@@ -126,6 +126,7 @@ def test_targets_follow_the_tap() -> None:
     assert condition(case, tap="up_blocks.0").route.targets == ("up_blocks.1",)
     scalelong.remove(case[0])
     assert condition(case, tap="down_blocks.1").route.targets == ("mid_block", "up_blocks.0", "up_blocks.1")
+    assert condition(own(), targets=["layers.2", "layers.2"]).route.targets == ("layers.2",)
     assert condition(dit()).route.targets == tuple(f"transformer_blocks.{i}.norm1.emb" for i in (2, 3))
 
 
@@ -147,6 +148,8 @@ def test_bad_input_is_refused() -> None:
     assert "pool: unknown 'max'" in wrong(uvit(), pool="max")
     assert "choose one of x, emb, output" in wrong(own(), argument="embedding")
     assert "token:" in wrong(uvit(), token=99)
+    assert "token: must be the number of a token, or 'all', got 'first'" in wrong(uvit(), token="first")
+    assert "tap: no module ''; see model.named_modules()" in wrong(own(), tap="")
     assert "where a Own takes its condition is not known" in wrong(own(), targets=None)
     assert "none can be generated" in wrong(own(), example=None)
     case = uvit()

@@ -74,13 +74,15 @@ def condition_on_features(
     for key, names in (("tap", [] if tap is None else [tap]), ("targets", targets or [])):
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise TypeError(f"{key}: must be the names of modules, got {type(wrong[0]).__name__}")
+    if not (token in (None, "all") or (isinstance(token, int) and token >= 0)):
+        raise ValueError(f"token: must be the number of a token, or 'all', got {token!r}")
     known, candidates = _defaults(model)
     if known is None and (tap is None or not targets):
         unknown = f"where a {type(model).__name__} takes its condition is not known"
         raise ValueError(f"targets: {unknown}; name the tap, the targets, the argument, and pass example=")
     route = known or Route("", ())
     if targets is not None:
-        route, candidates = replace(route, argument=OUTPUT, token=None), list(targets)
+        route, candidates = replace(route, argument=OUTPUT, token=None), list(dict.fromkeys(targets))
     wanted = route.token if token is None else None if token == "all" else token
     tap, argument = tap or route.tap, argument or route.argument
     route = replace(route, tap=tap, argument=argument, token=wanted, pool=pool, detach=detach)
@@ -126,9 +128,9 @@ def _example(model: Any, example: Any) -> Call:
 
 def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: bool, example: Any = None) -> Route:
     """The route with its targets and widths, from one run of the model; `chosen` targets must run after the tap."""
-    modules, tap = dict(model.named_modules()), split_item(route.tap)[0]
+    modules, tap = {name: module for name, module in model.named_modules() if name}, split_item(route.tap)[0]
     for key, name in (("tap", tap), *(("targets", name) for name in names)):
-        if not name or name not in modules:
+        if name not in modules:
             raise ValueError(f"{key}: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     slots = {n: None if route.argument == OUTPUT else find_argument(modules[n], n, route.argument) for n in names}
     events: list[tuple[str, str]] = []
