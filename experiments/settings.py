@@ -80,8 +80,9 @@ class Experiment:
         config = next(iter(self.runs.values()))
         model, training = config.model, config.training
         network = f"U-ViT of depth {model.depth}" if model.backbone == "uvit" else f"UNet {list(model.channels)}"
+        size = f" at {config.data.image_size}x{config.data.image_size}" if config.data.image_size else ""
         return (
-            f"{network} on {config.data.name}, {training.steps} steps (warm-up {config.optimizer.warmup_steps}), "
+            f"{network} on {config.data.name}{size}, {training.steps} steps (warm-up {config.optimizer.warmup_steps}), "
             f"batch {training.batch_size}, lr {config.optimizer.lr:g}"
         )
 
