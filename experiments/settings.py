@@ -20,8 +20,8 @@ from scalelong.training.build import check_config
 
 EXPERIMENTS = Path(__file__).parent
 SECTIONS = tuple(vars(RunConfig()))  # data, model, scaling, ...: as in a run's config.yaml
-SCALE_KEYS = ("preset", "options", "prepare", "evaluate", "minutes", *SECTIONS)
-KEYS = ("question", "page", "command", "seeds", "scales", "runs", "train", "measures", "claims", *SCALE_KEYS)
+SCALE_KEYS = ("preset", "command", "options", "prepare", "evaluate", "minutes", *SECTIONS)
+KEYS = ("question", "page", "seeds", "scales", "runs", "train", "measures", "claims", *SCALE_KEYS)
 CLAIM_KEYS = {"paper", "lower", "than", "measures", "by"}
 OPTIONAL: dict[str, type] = {
     **dict.fromkeys(("page", "command"), str),
@@ -80,8 +80,9 @@ class Experiment:
         config = next(iter(self.runs.values()))
         model, training = config.model, config.training
         network = f"U-ViT of depth {model.depth}" if model.backbone == "uvit" else f"UNet {list(model.channels)}"
+        size = f" at {config.data.image_size}x{config.data.image_size}" if config.data.image_size else ""
         return (
-            f"{network} on {config.data.name}, {training.steps} steps (warm-up {config.optimizer.warmup_steps}), "
+            f"{network} on {config.data.name}{size}, {training.steps} steps (warm-up {config.optimizer.warmup_steps}), "
             f"batch {training.batch_size}, lr {config.optimizer.lr:g}"
         )
 
@@ -148,7 +149,8 @@ def load(
     options = {**content.get("options", {}), **at_scale.get("options", {})}
     _keys(changes.get("options", {}), tuple(options), "set: options")
     experiment = Experiment(
-        name, scale, " ".join(content["question"].split()), content.get("page", ""), content.get("command", ""), seeds,
+        name, scale, " ".join(content["question"].split()), content.get("page", ""),
+        at_scale.get("command", content.get("command", "")), seeds,
         runs, content.get("train", True), tuple(content.get("measures", ())), tuple(content.get("claims", ())), evaluate,
         {**options, **changes.get("options", {})},
         {**content.get("prepare", {}), **at_scale.get("prepare", {})}, at_scale.get("minutes"),

@@ -58,8 +58,8 @@ def section(experiment: Experiment) -> Iterator[str]:
     where = f" [Discussion]({experiment.page})." if experiment.page else ""
     yield _escaped(experiment.question) + where
     yield ""
-    known = scales(experiment.name)
-    commands = [command(f"{experiment.name}-{scale}") for scale in known] or [experiment.command]
+    at_scale = [load(experiment.name, scale) for scale in scales(experiment.name) or [""]]
+    commands = [each.command or command(f"{each.name}-{each.scale}") for each in at_scale]
     wrapped = (textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False) for line in commands)
     yield from ["```bash", *(" \\\n    ".join(lines) for lines in wrapped), "```"]
     for folder in results_of(experiment.name):

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/figures.md, claims.md, should-i-use-it.md, mup.md and reproduce.md from experiments/results.
+"""Generate the tables of docs/figures.md, claims.md, features.md, should-i-use-it.md, mup.md and reproduce.md from results.
 
 python scripts/figures_table.py            # write them
 python scripts/figures_table.py --check    # fail if they are out of date
@@ -53,6 +53,17 @@ MEASURED = {
         "first (seen)": "top-1, second judge",
         "± (seen)": "± ",
         "five (seen)": "top-5, second judge",
+    },
+    "features-cpu": {
+        "run": "run",
+        "test_loss": "test loss",
+        "test_loss minus none": "minus none",
+        "test_loss minus plain": "minus plain",
+        "probe": "probe accuracy, %",
+        "probe minus none": "minus none",
+        "probe minus plain": "minus plain",
+        "gate": "gate, by seed",
+        "chosen": "block and noise level, by seed",
     },
 }
 
@@ -195,7 +206,8 @@ def main() -> None:
     for over in ("lr", "kappa"):
         fill(DOCS / "mup.md", f"transfer over {over}", transfer_table(over))
     for folder, columns in MEASURED.items():
-        fill(DOCS / "reproduce.md", folder, measured_table(folder, columns))
+        page = "features.md" if folder.startswith("features") else "reproduce.md"
+        fill(DOCS / page, folder, measured_table(folder, columns))
 
 
 if __name__ == "__main__":

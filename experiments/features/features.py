@@ -19,10 +19,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -30,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "study"))
 
 from entries import Piece, Recipe, Run, StudyError, check_startable, read_queue
+from measures import mean_and_sd
 from network import build_model
-from output import print_table, save, write_csv, write_summary
+from output import print_table, write_csv, write_summary
 from piece import FINAL_SECONDS, run_piece, specs
+from probes import draw, labelled
 from results import collect, outcomes
 
 from scalelong.data import load_source
@@ -65,9 +65,7 @@ class Data:
         parts, arrays = {}, {}
         for split in ("train", "test"):
             source = load_source("cifar10", split=split, root=root)
-            images, labels = source.images[:count], source.labels
-            assert labels is not None
-            parts[split], arrays[split] = (images.float() / 127.5 - 1, labels[:count]), images.numpy()
+            parts[split], arrays[split] = labelled(source, count), source.images[:count].numpy()
         np.savez(work / "data.npz", **arrays)
         return cls(parts["train"], parts["test"], str(work / "data.npz"))
 
@@ -164,11 +162,11 @@ def write_results(piece: Piece, work: Path, probes: dict[str, dict[str, Any]], o
         f"CIFAR-10, U-ViT {piece.dim} x {piece.depth}, patch {piece.patch}, {piece.steps} steps, batch {piece.batch}"
     )
     write_summary(out, [], setting, table=table, published=PUBLISHED)
-    first = {}
+    maps: dict[str, list[LinearProbe]] = {}
     for run in (run for run in piece.runs if run.name in probes):
         kept = {entry.name: probes[run.name][entry.name] for entry in fields(LinearProbe)}
-        first.setdefault((run.method, kind(run)), LinearProbe(**kept))
-    draw(first, setting, out / "heat_maps.png")
+        maps.setdefault(f"{run.method}, {kind(run)}", []).append(LinearProbe(**kept))
+    draw(maps, setting, out / "heat_maps.png")
     return table
 
 
@@ -178,24 +176,8 @@ def averaged(rows: Sequence[dict[str, Any]], method: str, kind: str) -> dict[str
     cells = {}
     for key in ("fid", "probe", "test_loss", "ms_per_step"):
         values = [float(row[key]) for row in mine if row[key] != ""]
-        spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-        cells[key] = f"{fmean(values):.5g}{spread}" if values else "-"
+        cells[key] = mean_and_sd(values) if values else "-"
     return {"method": method, "kind": kind, "seeds": len(mine), **cells, "block": mine[0]["block"]}
-
-
-def draw(maps: dict[tuple[str, str], LinearProbe], title: str, path: Path) -> None:
-    """Accuracy by block and noise level, one picture for each variant on one scale, of the first seed."""
-    figure, axes = plt.subplots(1, len(maps), figsize=(3.4 * len(maps), 4.2), layout="constrained", squeeze=False)
-    values = [value for probe in maps.values() for row in probe.held_out for value in row]
-    for axis, ((method, kind), probe) in zip(axes[0], maps.items(), strict=True):
-        image = axis.imshow(probe.held_out, vmin=min(values), vmax=max(values), aspect="auto", cmap="viridis")
-        axis.set_title(f"{method}, {kind}: {100 * probe.accuracy:.1f}%", fontsize=9.5, loc="left")
-        axis.set_xticks(range(len(probe.noise)), [f"{level:.2g}" for level in probe.noise], fontsize=7, rotation=90)
-        axis.set_yticks(range(len(probe.blocks)), probe.blocks if axis is axes[0][0] else [], fontsize=7)
-        axis.set_xlabel("noise level", fontsize=8)
-    figure.colorbar(image, ax=axes, label="held-out accuracy")
-    figure.suptitle(title, fontsize=10)
-    save(figure, path)
 
 
 def arguments(given: Sequence[str]) -> argparse.Namespace:

@@ -99,6 +99,24 @@ def test_one_of_several_outputs_is_probed_by_its_number() -> None:
             linear_probe(model, train_part, test_part, blocks=[name], levels=[0.1])
 
 
+def test_features_are_averaged_over_positions_not_channels() -> None:
+    """A block of 1D convolutions: a channel's mean tells the class, a position's mean does not."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Conv1d(4, 4, 1)
+            nn.init.dirac_(self.block.weight)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            return self.block(x.flatten(2))
+
+    labels = torch.arange(80) % 4
+    images = F.one_hot(labels, 4)[:, :, None, None].expand(-1, 4, 4, 4).float()
+    found = linear_probe(Network(), (images, labels), (images, labels), blocks=["block"], levels=[0.1])
+    assert found.accuracy == 1.0
+
+
 def test_test_images_do_not_influence_the_choice() -> None:
     train_part, (images, labels) = digits()
     found = [linear_probe(network(), train_part, (images, y), **SMALL) for y in (labels, labels.flip(0))]
@@ -161,8 +179,17 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         ({"images": 3}, "images: must be at least 20, two for every class, got 3"),
         (
             {"train": (train_part[0], train_part[1].float())},
-            "train: labels must be integers from 0 on, got torch.float32",
+            "train: labels must be integers from 0 on, (n,), got torch.float32 (1438,)",
         ),
+        ({"train": (train_part[0], train_part[1].tolist())}, "labels must be integers from 0 on, (n,), got list"),
+        ({"train": (train_part[0], train_part[1] > 0)}, "(n,), got torch.bool (1438,)"),
+        ({"train": (train_part[0], F.one_hot(train_part[1]))}, "(n,), got torch.int64 (1438, 10)"),
+        (
+            {"test": (test_part[0].to(torch.uint8), test_part[1])},
+            "test: images must be a tensor of floats in [-1, 1], got torch.uint8",
+        ),
+        ({"blocks": []}, "blocks: must be at least one module"),
+        ({"batch_size": 0}, "batch_size: must be at least 1, got 0"),
         ({"test": (test_part[0], test_part[1] - 1)}, "test: labels must be integers from 0 on, got -1"),
     ):
         given = {"train": train_part, "test": test_part, **options}

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scalelong
 from scalelong import UViT, UViTConfig
-from scalelong.skips.feature_conditioning import conditioning_of
+from scalelong.skips.feature_conditioning import conditioning_of, features_off
 from tests.skips.conditioned import CASES, Case, condition, dit, output, own, unet, uvit
 
 every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
@@ -126,6 +126,7 @@ def test_targets_follow_the_tap() -> None:
     assert condition(case, tap="up_blocks.0").route.targets == ("up_blocks.1",)
     scalelong.remove(case[0])
     assert condition(case, tap="down_blocks.1").route.targets == ("mid_block", "up_blocks.0", "up_blocks.1")
+    assert condition(own(), targets=["layers.2", "layers.2"]).route.targets == ("layers.2",)
     assert condition(dit()).route.targets == tuple(f"transformer_blocks.{i}.norm1.emb" for i in (2, 3))
 
 
@@ -147,6 +148,8 @@ def test_bad_input_is_refused() -> None:
     assert "pool: unknown 'max'" in wrong(uvit(), pool="max")
     assert "choose one of x, emb, output" in wrong(own(), argument="embedding")
     assert "token:" in wrong(uvit(), token=99)
+    assert "token: must be the number of a token, or 'all', got 'first'" in wrong(uvit(), token="first")
+    assert "tap: no module ''; see model.named_modules()" in wrong(own(), tap="")
     assert "where a Own takes its condition is not known" in wrong(own(), targets=None)
     assert "none can be generated" in wrong(own(), example=None)
     case = uvit()
@@ -240,3 +243,39 @@ def test_conditions_among_keywords_and_names_that_are_not_names() -> None:
     with torch.no_grad():
         conditioning.gate.fill_(1.0)
     assert not torch.allclose(model(x), before)
+
+
+class Layout(nn.Module):
+    """Blocks of 1D convolutions, (B, D, T), or of linear layers on the last dimension of (B, H, W, D)."""
+
+    def __init__(self, convolutions: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Conv1d(6, 6, 3, padding=1) if convolutions else nn.Linear(6, 6) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("convolutions", [True, False])
+def test_channels_are_where_the_weights_have_them(convolutions: bool, tmp_path: Any) -> None:
+    """Positions are pooled, so that inputs of other sizes than the example's have as many features."""
+    torch.manual_seed(0)
+    model, shapes = Layout(convolutions), [(2, 6, 8), (2, 6, 12)] if convolutions else [(2, 8, 8, 6), (2, 4, 4, 6)]
+    example = torch.randn(shapes[0])
+    conditioning = scalelong.condition_on_features(model, "blocks.0", targets="blocks.1", example=example)
+    assert conditioning.route.widths == (6, 6)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    loaded = scalelong.load(Layout(convolutions), scalelong.save(model, tmp_path / "saved"), example=example)
+    for x in map(torch.randn, shapes):
+        with features_off(model):
+            plain = model(x)
+        pooled = model.blocks[0](x).mean(dim=2 if convolutions else (1, 2))
+        change = conditioning(model.blocks[0](x))
+        torch.testing.assert_close(change, conditioning.proj(conditioning.norm(pooled)))
+        torch.testing.assert_close(model(x), plain + (change[..., None] if convolutions else change[:, None, None]))
+        torch.testing.assert_close(loaded(x), model(x))

@@ -86,7 +86,7 @@ def linear_probe(
     test: Labelled,
     *,
     process: str | Process = "vp",
-    blocks: Sequence[str] | None = None,
+    blocks: str | Sequence[str] | None = None,
     levels: int | Sequence[float] = 9,
     images: int = 10_000,
     held_out: float = 0.2,
@@ -120,11 +120,14 @@ def linear_probe(
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
     process = get_process(process) if isinstance(process, str) else process
-    names, modules = list(blocks) if blocks is not None else stages(model), dict(model.named_modules())
+    names = stages(model) if blocks is None else [blocks] if isinstance(blocks, str) else list(blocks)
+    modules = dict(model.named_modules())
+    require(len(names) > 0, "blocks", "at least one module", names)
     for name in names:
         if split_item(name)[0] not in modules:
             raise ValueError(f"blocks: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     require(not isinstance(levels, int) or levels >= 1, "levels", "at least 1", levels)
+    require(batch_size >= 1, "batch_size", "at least 1", batch_size)
     wanted = np.geomspace(LOWEST, HIGHEST, levels).tolist() if isinstance(levels, int) else [float(v) for v in levels]
     require(len(wanted) > 0 and min(wanted) > 0, "levels", "positive noise levels", wanted)
     noise, times = times_at(process, sorted(wanted))
@@ -179,15 +182,31 @@ def _check_data(train: Labelled, test: Labelled, held_out: float) -> int:
         if labels is None or len(labels) != len(images) or len(images) < 2:
             given = "none" if labels is None else f"{len(labels)} labels for {len(images)} images"
             raise ValueError(f"{name}: a probe needs a label for each image, got {given}; use data with labels")
-        if labels.is_floating_point() or int(labels.min()) < 0:
-            given = str(labels.dtype) if labels.is_floating_point() else str(int(labels.min()))
-            raise ValueError(f"{name}: labels must be integers from 0 on, got {given}; leave out unlabelled images")
+        if not isinstance(images, Tensor) or not images.is_floating_point():
+            raise ValueError(
+                f"{name}: images must be a tensor of floats in [-1, 1], got {_described(images)}; convert them"
+            )
+        if (
+            not isinstance(labels, Tensor)
+            or labels.ndim != 1
+            or labels.is_floating_point()
+            or labels.dtype is torch.bool
+        ):
+            raise ValueError(f"{name}: labels must be integers from 0 on, (n,), got {_described(labels)}; convert them")
+        if int(labels.min()) < 0:
+            raise ValueError(
+                f"{name}: labels must be integers from 0 on, got {int(labels.min())}; leave these images out"
+            )
     classes = int(max(train[1].max(), test[1].max())) + 1
     absent = sorted(set(range(classes)) - set(train[1].tolist()))
     if absent or classes < 2:
         have = f"{classes - len(absent)} of {classes} classes" + (f" ({absent[0]} is absent)" if absent else "")
         raise ValueError(f"train: has images of {have}; a probe needs images of every class, and two classes at least")
     return classes
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _standardized(train: Tensor, *others: Tensor) -> list[Tensor]:

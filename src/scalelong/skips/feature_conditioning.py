@@ -42,10 +42,12 @@ class Route:
     pool: Pool = "mean"
     detach: bool = False  # no gradient from the condition into the tap
     widths: tuple[int, int] = (0, 0)  # channels of the tap and of the condition
+    channels: tuple[int, int] = (0, 0)  # their dimension; 0: the last of tokens (B, T, D), else the first, (B, D, ...)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Route:
-        return cls(**{**stored, "targets": tuple(stored["targets"]), "widths": tuple(stored["widths"])})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+        return cls(**given)
 
 
 class FeatureConditioning(nn.Module):
@@ -66,7 +68,8 @@ class FeatureConditioning(nn.Module):
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor) -> Tensor:
-        tokens = as_tokens(features.detach() if self.route.detach else features)[:, self.route.first :]
+        features = features.detach() if self.route.detach else features
+        tokens = as_tokens(features, self.route.channels[0])[:, self.route.first :]
         if self.query is None:
             pooled = tokens.mean(dim=1)
         else:
@@ -134,7 +137,7 @@ def conditioning_of(model: nn.Module) -> FeatureConditioning:
 
 def to_json(conditioning: FeatureConditioning) -> dict[str, Any]:
     route = conditioning.route
-    return {**asdict(route), "targets": list(route.targets), "widths": list(route.widths)}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(route).items()}
 
 
 @contextmanager
@@ -206,8 +209,8 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
         return output
     change = _received(conditioning, module) if change is None else change
     if isinstance(output, Tensor):
-        return _add(output, change, conditioning.route.token)
-    first = _add(_tensor_at(output), change, conditioning.route.token)
+        return _add(output, change, conditioning.route)
+    first = _add(_tensor_at(output), change, conditioning.route)
     return type(output)([first, *output[1:]])
 
 
@@ -218,7 +221,7 @@ def change_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if not here.conditioning.enabled or condition is None:
         return None
     change = _received(here.conditioning, module)
-    return here.argument.put((args, kwargs), _add(condition, change, here.conditioning.route.token))
+    return here.argument.put((args, kwargs), _add(condition, change, here.conditioning.route))
 
 
 def _received(conditioning: FeatureConditioning, module: nn.Module) -> Tensor:
@@ -269,22 +272,38 @@ def named_output(output: Any, name: str, key: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def as_tokens(features: Tensor) -> Tensor:
-    """(B, D), (B, T, D) or (B, D, ...) -> (B, T, D)."""
+def channels_of(module: nn.Module, output: Tensor) -> int:
+    """The dimension of the channels of a module's output; 0: the usual one.
+
+    Told by the module's weights: those of a convolution that returns (B, D, T), or of linear layers only for (B, H, W, D).
+
+    >>> channels_of(nn.Conv1d(2, 4, 3), torch.zeros(1, 4, 8)), channels_of(nn.Linear(2, 4), torch.zeros(1, 8, 8, 4))
+    (1, 3)
+    """
+    shapes = [parameter.shape for parameter in module.parameters()]
+    if output.ndim == 3:
+        return int(any(len(shape) == 3 and shape[0] == output.shape[1] > 1 for shape in shapes))
+    widths = {shape[0] for shape in shapes if len(shape) == 2}
+    linear = output.ndim > 3 and all(len(shape) < 3 for shape in shapes)
+    return output.ndim - 1 if linear and output.shape[-1] in widths and output.shape[1] not in widths else 0
+
+
+def as_tokens(features: Tensor, channels: int = 0) -> Tensor:
+    """(B, D), (B, T, D) or (B, D, ...) -> (B, T, D); `channels` as of `channels_of`."""
     if features.ndim == 2:
         return features[:, None]
-    return features if features.ndim == 3 else features.flatten(2).transpose(1, 2)
+    return features.movedim(channels or (2 if features.ndim == 3 else 1), -1).flatten(1, -2)
 
 
-def _add(condition: Tensor, change: Tensor, token: int | None) -> Tensor:
+def _add(condition: Tensor, change: Tensor, route: Route) -> Tensor:
     change = change.to(condition.dtype)
     if condition.ndim == 2:
         return condition + change
-    if condition.ndim > 3:
-        return condition + change.reshape(*change.shape, *[1] * (condition.ndim - 2))
-    if token is None:
-        return condition + change[:, None]
-    before, one, after = condition.tensor_split([token, token + 1], dim=1)
+    if route.token is None:
+        shape = [len(change), *[1] * (condition.ndim - 1)]
+        shape[route.channels[1] or (2 if condition.ndim == 3 else 1)] = -1
+        return condition + change.reshape(shape)
+    before, one, after = condition.tensor_split([route.token, route.token + 1], dim=1)
     return torch.cat([before, one + change[:, None], after], dim=1)
 
 

@@ -19,7 +19,9 @@ from scalelong.skips.feature_conditioning import (
     FeatureConditioning,
     Pool,
     Route,
+    as_tokens,
     attach_features,
+    channels_of,
     find_argument,
     is_conditioned,
     named_output,
@@ -72,13 +74,15 @@ def condition_on_features(
     for key, names in (("tap", [] if tap is None else [tap]), ("targets", targets or [])):
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise TypeError(f"{key}: must be the names of modules, got {type(wrong[0]).__name__}")
+    if not (token in (None, "all") or (isinstance(token, int) and token >= 0)):
+        raise ValueError(f"token: must be the number of a token, or 'all', got {token!r}")
     known, candidates = _defaults(model)
     if known is None and (tap is None or not targets):
         unknown = f"where a {type(model).__name__} takes its condition is not known"
         raise ValueError(f"targets: {unknown}; name the tap, the targets, the argument, and pass example=")
     route = known or Route("", ())
     if targets is not None:
-        route, candidates = replace(route, argument=OUTPUT, token=None), list(targets)
+        route, candidates = replace(route, argument=OUTPUT, token=None), list(dict.fromkeys(targets))
     wanted = route.token if token is None else None if token == "all" else token
     tap, argument = tap or route.tap, argument or route.argument
     route = replace(route, tap=tap, argument=argument, token=wanted, pool=pool, detach=detach)
@@ -124,9 +128,9 @@ def _example(model: Any, example: Any) -> Call:
 
 def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: bool, example: Any = None) -> Route:
     """The route with its targets and widths, from one run of the model; `chosen` targets must run after the tap."""
-    modules, tap = dict(model.named_modules()), split_item(route.tap)[0]
+    modules, tap = {name: module for name, module in model.named_modules() if name}, split_item(route.tap)[0]
     for key, name in (("tap", tap), *(("targets", name) for name in names)):
-        if not name or name not in modules:
+        if name not in modules:
             raise ValueError(f"{key}: no module {name!r}; {did_you_mean(name, modules)}see model.named_modules()")
     slots = {n: None if route.argument == OUTPUT else find_argument(modules[n], n, route.argument) for n in names}
     events: list[tuple[str, str]] = []
@@ -172,18 +176,22 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
     role = "output" if route.argument == OUTPUT else "condition"
     late = [name for name in late if chosen or seen.get(f"{role} {name}") is not None]
     features = _as_features(named_output(seen["tap"], route.tap, "tap"), f"tap: the output of {route.tap}")
-    widths = {}
+    widths, channels = {}, {}
     for name in late:
         condition = _as_features(seen.get(f"{role} {name}"), f"targets: the {route.argument} of {name}")
-        widths[name] = _width(condition)
+        channels[name] = channels_of(modules[name], condition) if role == "output" else 0
+        widths[name] = as_tokens(condition, channels[name]).shape[-1]
         if condition.shape[0] not in (1, features.shape[0]):
             sizes = f"{condition.shape[0]} samples, the tap has {features.shape[0]}"
             raise ValueError(f"targets: the {route.argument} of {name} has {sizes}; choose others")
         if route.token is not None and (condition.ndim != 3 or not 0 <= route.token < condition.shape[1]):
             raise ValueError(f"token: the {route.argument} of {name} is {tuple(condition.shape)}, got {route.token}")
-    if len(set(widths.values())) > 1:
-        raise ValueError(f"targets: their conditions differ in width, {widths}; choose targets of one width")
-    return replace(route, targets=tuple(late), widths=(_width(features), next(iter(widths.values()))))
+    for what, found in (("width", widths), ("layout", channels)):
+        if len(set(found.values())) > 1:
+            raise ValueError(f"targets: their conditions differ in {what}, {found}; choose targets of one {what}")
+    where = channels_of(modules[tap], features), next(iter(channels.values()))
+    width = as_tokens(features, where[0]).shape[-1]
+    return replace(route, targets=tuple(late), widths=(width, next(iter(widths.values()))), channels=where)
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -195,7 +203,3 @@ def _as_features(found: Tensor | None, what: str) -> Tensor:
         shape = "not a tensor" if found is None else f"{found.dtype} {tuple(found.shape)}"
         raise ValueError(f"{what} must be floats (B, D), (B, T, D) or (B, D, ...), got {shape}; choose another")
     return found
-
-
-def _width(tensor: Tensor) -> int:
-    return tensor.shape[-1] if tensor.ndim == 3 else tensor.shape[1]
