@@ -275,7 +275,7 @@ def named_output(output: Any, name: str, key: str) -> Tensor | None:
 def channels_of(module: nn.Module, output: Tensor) -> int:
     """The dimension of the channels of a module's output; 0: the usual one.
 
-    Told by the module's weights: those of a convolution that returns (B, D, T), or of linear layers only for (B, H, W, D).
+    Inferred from its weights: a convolution returns (B, D, T), a module of linear layers only (B, H, W, D).
 
     >>> channels_of(nn.Conv1d(2, 4, 3), torch.zeros(1, 4, 8)), channels_of(nn.Linear(2, 4), torch.zeros(1, 8, 8, 4))
     (1, 3)
