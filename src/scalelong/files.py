@@ -148,7 +148,7 @@ def open_inside(folder: Path, *names: str, mode: str = "r") -> IO[Any]:
     return file
 
 
-def lock_folder(folder: Path, doing: str = "training into") -> IO[str]:
+def lock_folder(folder: Path, doing: str = "training") -> IO[str]:
     """Lock `folder` until the returned file is closed or this process ends; raise if another process holds the lock."""
     import fcntl  # Unix only, as is training
 
@@ -157,7 +157,7 @@ def lock_folder(folder: Path, doing: str = "training into") -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise RuntimeError(f"out: another process is {doing} {folder}; wait for it or stop it") from None
+        raise RuntimeError(f"out: another process is {doing} into {folder}; wait for it or stop it") from None
     mine = weakref.ref(lock)
 
     def close() -> None:  # a worker that outlives this process must not keep the lock

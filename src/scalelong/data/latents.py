@@ -225,7 +225,7 @@ def _locked(folder: Path) -> Iterator[None]:
     names = {path.name for path in folder.iterdir()} - {LOCK}
     if names and names.isdisjoint({PLAN, INDEX}):
         raise ValueError(f"out: {folder} is not empty and holds no {PLAN}; choose another folder")
-    with lock_folder(folder, "encoding into"):
+    with lock_folder(folder, "encoding"):
         yield
 
 
