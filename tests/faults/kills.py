@@ -65,7 +65,7 @@ def signals(folder: Path, protect: bool) -> str:
                 whole[ranks] = folder / f"whole{ranks}"
                 launch(whole[ranks], config, ranks).finish()
             stopped = folder / f"{number.name}-{to.replace(' ', '-')}-{ranks}"
-            slow = "loader.read=delay:0.1" if to == "group" else ""  # so that the loop waits for workers at the signal
+            slow = "loader.read=delay:0.3" if to == "group" else ""  # so that the loop waits for workers at the signal
             run = torchrun(stopped, config) if "torchrun" in to else launch(stopped, config, ranks, slow)
             run.wait_for_step(20)
             sent = time.monotonic()
