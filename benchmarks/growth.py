@@ -5,7 +5,8 @@
 
 One factor changes at a time. Windows of the three methods take turns, so their ratios hold on a machine that others use.
 Memory is that of the activations kept for the backward pass, and on a GPU also the peak of the whole step. There every
-network is a process; some of them compile at the same time, and all are timed one after another.
+network is a process; some of them compile at the same time, and all are timed one after another. Rows are written after
+every such group.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +36,19 @@ from scalelong.training.optimizers import EMA
 from scalelong.training.step import Pending, Stepper, autocast, sample_indices
 
 METHODS = ("none", "cs", "ls")
-AT_ONCE = {"preset": 2}  # networks that compile at the same time, else 6; each holds its memory
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    factors: tuple[str, ...] = ("depth", "tokens", "batch", "checkpointing", "preset", "ranks")
+    factors: tuple[str, ...] = ("batch", "preset", "tokens", "depth", "checkpointing", "ranks")
     compile: str = "step"  # of the step on a GPU: off, default, reduce-overhead, step
     windows: int = 9
-    steps: int = 0  # in a window; 0: 10 on a GPU, 1 on a CPU
+    steps: int = 0  # in a window; 0: on a GPU 10 of the base network and fewer of larger ones, 1 on a CPU
+    at_once: int = 12  # networks that compile at the same time on a GPU
+    memory: float = 100.0  # GiB that they may hold together
     cpu: bool = False
     out: str = ""
-    worker: str = ""  # "depth/16/ls": this process measures one network on a GPU and prints its row
+    worker: str = ""  # a case and its method as JSON: this process measures one network on a GPU and prints its row
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,14 @@ class Case:
     def tokens(self) -> int:
         return (self.size // self.patch) ** 2
 
+    @property
+    def activations(self) -> float:
+        """Relative to U-ViT-S/2 at batch 128, without checkpointing."""
+        return self.batch * self.tokens * self.depth * self.dim / (128 * 256 * 12 * 512)
+
 
 SMALL = Case(dim=64, heads=4, size=16, batch=16)
-VALUES = {"depth": (12, 16, 20, 24, 28, 32), "tokens": (64, 256, 1024), "batch": (32, 64, 128, 256, 512)}
+VALUES = {"depth": (12, 20, 32), "tokens": (64, 256, 1024), "batch": (32, 64, 128, 256, 512)}
 SMALL_VALUES = {"depth": (12, 16, 20, 24, 28, 32), "tokens": (16, 64, 256), "batch": (8, 16, 32, 64)}
 
 
@@ -132,31 +140,35 @@ class Measured:
 
 def measure_on_a_gpu(command: Benchmark, device: torch.device) -> dict[str, Any]:
     """The row of one network, as a worker prints it."""
-    factor, value, method = command.worker.split("/")
-    case = next(case for name, case in cases(factor, Case(), small=False).items() if str(name) == value)
+    given = json.loads(command.worker)
+    method, case = given.pop("method"), Case(**given)
     each = Measured(case, method, command.compile, device)
-    times = windows([each.step], device, command.windows, command.steps or 10, 6, wait_for_turn)[0]
+    size = command.steps or max(3, round(10 / max(1.0, case.activations)))
+    times = windows([each.step], device, command.windows, size, 6, wait_for_turn)[0]
     peak = torch.cuda.max_memory_allocated() / 2**30
     return spread(times) | {
         "peak_gib": peak, "activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters,
     }  # fmt: skip
 
 
-def gpu_rows(factor: str, values: dict[Any, Case], command: Benchmark) -> dict[Any, list[dict[str, Any]]]:
-    """Rows of all networks of one factor, measured by workers."""
+def gpu_rows(wanted: Sequence[tuple[str, Any, Case]], command: Benchmark) -> Iterator[list[dict[str, Any]]]:
+    """Rows of (factor, value, case), group by group, measured by workers; a case of several factors is measured once."""
     options = [f"--windows={command.windows}", f"--steps={command.steps}", f"--compile={command.compile}"]
-    found: dict[Any, list[dict[str, Any]]] = {value: [] for value in values}
-    wanted = [(value, method) for value in values for method in METHODS]
-    size = AT_ONCE.get(factor, 6)
-    for first in range(0, len(wanted), size):
-        part = wanted[first : first + size]
-        names = [f"--worker={factor}/{value}/{method}" for value, method in part]
-        for (value, method), row in zip(
-            part, in_turn([[sys.executable, __file__, *options, n] for n in names]), strict=True
-        ):
-            about_case = {"factor": factor, "value": value, "method": method, **dataclasses.asdict(values[value])}
-            found[value] += [] if row is None else [about_case | row]
-    return found
+    waiting = [(case, method) for case in dict.fromkeys(case for _, _, case in wanted) for method in METHODS]
+    while waiting:
+        part = [waiting.pop(0)]
+        while waiting and len(part) < command.at_once:
+            if sum(4 + 8 * case.activations for case, _ in (*part, waiting[0])) > command.memory:  # GiB
+                break
+            part.append(waiting.pop(0))
+        names = [json.dumps(dataclasses.asdict(case) | {"method": method}) for case, method in part]
+        found = in_turn([[sys.executable, __file__, *options, f"--worker={name}"] for name in names])
+        yield [
+            {"factor": factor, "value": value, "method": method, **dataclasses.asdict(case)} | row
+            for (case, method), row in zip(part, found, strict=True)
+            for factor, value, other in wanted
+            if row is not None and other == case
+        ]
 
 
 def cpu_rows(factor: str, value: Any, case: Case, command: Benchmark) -> list[dict[str, Any]]:
@@ -213,21 +225,25 @@ def main() -> None:
         print("\n" + json.dumps(measure_on_a_gpu(command, device)))
         return
     result: dict[str, Any] = {**about(device), "base": dataclasses.asdict(base) | {"tokens": base.tokens}, "rows": []}
-    for factor in command.factors:
-        if factor == "ranks":
-            counts = (1, 2) if not on_gpu else tuple(n for n in (1, 2) if n <= torch.cuda.device_count())
-            found = {count: ranks_rows(command, count) for count in counts}
-        elif on_gpu:
-            found = gpu_rows(factor, cases(factor, base, small=False), command)
-        else:
-            found = {
-                value: cpu_rows(factor, value, case, command) for value, case in cases(factor, base, small=True).items()
-            }
-        for value, rows in found.items():
-            times = ", ".join(f"{row['method']} {row['ms']:.1f}" for row in rows)
-            print(f"{factor} {value}: {times} ms", flush=True)
-            result["rows"] += rows
-        write(command.out, result)
+    alone = [factor for factor in command.factors if factor != "ranks"]
+    wanted = [(factor, value, case) for factor in alone for value, case in cases(factor, base, not on_gpu).items()]
+    if on_gpu:
+        groups = gpu_rows(wanted, command)
+    else:
+        groups = (cpu_rows(*each, command) for each in wanted)
+    for rows in groups:
+        add(result, rows, command.out)
+    most = 2 if not on_gpu else torch.cuda.device_count()
+    for count in (1, 2) if "ranks" in command.factors else ():
+        add(result, ranks_rows(command, count) if count <= most else [], command.out)
+
+
+def add(result: dict[str, Any], rows: list[dict[str, Any]], out: str) -> None:
+    """Print and write more rows; on a GPU those of one network may come in two groups."""
+    for row in rows:
+        print(f"{row['factor']} {row['value']}, {row['method']}: {row['ms']:.1f} ms", flush=True)
+    result["rows"] += rows
+    write(out, result)
 
 
 if __name__ == "__main__":

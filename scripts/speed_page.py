@@ -163,9 +163,13 @@ def sampling_table() -> str:
 
 
 def growth_table(rows: Rows, on_gpu: bool) -> str:
-    lines = []
-    for factor, value in dict.fromkeys((row["factor"], row["value"]) for row in rows):
+    lines, factors = [], list(dict.fromkeys(row["factor"] for row in rows))
+    points = dict.fromkeys((row["factor"], row["value"]) for row in rows)
+    ordered = sorted(points, key=lambda p: (factors.index(p[0]), p[1] if not isinstance(p[1], str) else 0))
+    for factor, value in ordered:
         here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
+        if not here.keys() >= {"none", "cs", "ls"}:  # cut off
+            continue
         plain = here["none"]
         memory = f"{plain['peak_gib']:.1f} GiB" if "peak_gib" in plain else ""
         memory = memory or (f"{plain['activation_mib']:.1f} MiB" if "activation_mib" in plain else "")

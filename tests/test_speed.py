@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import runpy
 import subprocess
@@ -56,6 +57,26 @@ def test_workers_warm_up_at_once_and_measure_in_turn() -> None:
     first, failed, second = in_turn([*commands, commands[0]])
     assert failed is None
     assert first["ended"] <= second["started"]
+
+
+def test_growth_measures_a_network_of_several_factors_once_in_groups_that_fit(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    growth = importlib.import_module("growth")
+    groups = []
+
+    def measured(commands: list[list[str]]) -> list[dict[str, float] | None]:
+        groups.append([json.loads(command[-1].removeprefix("--worker=")) for command in commands])
+        return [None if case["depth"] == 32 else {"ms": case["batch"]} for case in groups[-1]]
+
+    monkeypatch.setattr(growth, "in_turn", measured)
+    base, factors = growth.Case(), ("batch", "depth")
+    wanted = [(name, value, case) for name in factors for value, case in growth.cases(name, base, small=False).items()]
+    rows = [row for group in growth.gpu_rows(wanted, growth.Benchmark(memory=60, at_once=4)) for row in group]
+    cases = [json.dumps(case) for group in groups for case in group]
+    assert len(cases) == len(set(cases)) == 3 * 7  # five batch sizes and two more depths, three methods
+    assert [len(group) for group in groups[:3]] == [4, 4, 3]  # a fourth network at batch 256 would make 72 GiB
+    assert [row["value"] for row in rows if row["factor"] == "depth" and row["method"] == "ls"] == [12, 20]
+    assert all(row["ms"] == row["batch"] for row in rows)
 
 
 @pytest.mark.slow

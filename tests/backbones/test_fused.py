@@ -79,9 +79,9 @@ def test_for_training_keeps_outputs_and_gradients(method, precision, tolerance, 
     scalelong.apply(plain, method)
     model = copy.deepcopy(plain)
     fused.for_training(model)
-    assert {fused.FusedAttention, fused.FusedMlp, fused.FusedSkipLinear, fused.FusedPatchEmbed} <= set(
-        map(type, model.modules())
-    )
+    parts = {fused.FusedAttention, fused.FusedMlp, fused.FusedSkipLinear, fused.FusedPatchEmbed}
+    parts |= {fused.FusedSqueezeExcite} if method == "ls" else set()
+    assert parts <= set(map(type, model.modules()))
     x, time, found = torch.randn(3, 3, 8, 8), torch.tensor([10.0, 500.0, 990.0]), []
     for each in (plain, model):
         with torch.autocast("cpu", precision, enabled=precision != torch.float32):

@@ -17,6 +17,7 @@ from torch.nn.modules import module as modules
 
 from scalelong.backbones import fused_ops
 from scalelong.backbones.uvit import Attention, Block, Mlp, PatchEmbed, SkipLinear, UViT
+from scalelong.scaling.learned import SqueezeExcite
 
 
 @contextmanager
@@ -70,6 +71,8 @@ def for_training(model: nn.Module) -> None:
                 module.__class__ = FusedSkipLinear
             elif type(module) is PatchEmbed and _is_plain(module.proj, nn.Conv2d):
                 module.__class__ = FusedPatchEmbed
+            elif type(module) is SqueezeExcite and _is_plain_gate(module):
+                module.__class__ = FusedSqueezeExcite
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -127,6 +130,20 @@ class FusedPatchEmbed(PatchEmbed):
         return F.linear(patches.flatten(3).flatten(1, 2).to(weight.dtype), weight.flatten(1), self.proj.bias)
 
 
+class FusedSqueezeExcite(SqueezeExcite):
+    """For training: products too small for a GPU's libraries as sums, which the compiler joins with their neighbours."""
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        first, activation, last = self.zeta
+        return torch.sigmoid(_as_sum(activation(_as_sum(pooled, first)), last))
+
+
+def _as_sum(x: Tensor, layer: nn.Module) -> Tensor:
+    weight, bias = (parameter.float() for parameter in layer.parameters())
+    total: Tensor = (x.float()[:, None] * weight).sum(-1) + bias
+    return total
+
+
 _FUSED = {Block: FusedBlock, SkipLinear: FusedSkipLinear, Attention: FusedAttention}
 
 
@@ -146,6 +163,10 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """False if bypassing its call would miss hooks, adapters or a replaced forward."""
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return type(module) is kind and not hooked and _has_plain_parameters(module)
+
+
+def _is_plain_gate(gate: SqueezeExcite) -> bool:
+    return not gate.encoders and all(_is_plain(layer, nn.Linear) for layer in (gate.zeta[0], gate.zeta[2]))
 
 
 def _has_plain_parameters(module: nn.Module) -> bool:
