@@ -158,7 +158,7 @@ def gpu_rows(wanted: Sequence[tuple[str, Any, Case]], command: Benchmark) -> Ite
     while waiting:
         part = [waiting.pop(0)]
         while waiting and len(part) < command.at_once:
-            if sum(4 + 8 * case.activations for case, _ in (*part, waiting[0])) > command.memory:  # GiB
+            if sum(3 + 7 * case.activations for case, _ in (*part, waiting[0])) > command.memory:  # GiB
                 break
             part.append(waiting.pop(0))
         names = [json.dumps(dataclasses.asdict(case) | {"method": method}) for case, method in part]
