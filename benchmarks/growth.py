@@ -40,7 +40,7 @@ METHODS = ("none", "cs", "ls")
 
 @dataclass(frozen=True)
 class Benchmark:
-    factors: tuple[str, ...] = ("batch", "preset", "tokens", "depth", "checkpointing", "ranks")
+    factors: tuple[str, ...] = ("batch", "depth", "tokens", "checkpointing", "preset", "ranks")
     compile: str = "step"  # of the step on a GPU: off, default, reduce-overhead, step
     windows: int = 9
     steps: int = 0  # in a window; 0: on a GPU 10 of the base network and fewer of larger ones, 1 on a CPU
@@ -74,7 +74,7 @@ class Case:
 
 
 SMALL = Case(dim=64, heads=4, size=16, batch=16)
-VALUES = {"depth": (12, 20, 32), "tokens": (64, 256, 1024), "batch": (32, 64, 128, 256, 512)}
+VALUES = {"depth": (12, 20, 32), "tokens": (64, 256, 1024), "batch": (32, 64, 128, 512)}
 SMALL_VALUES = {"depth": (12, 16, 20, 24, 28, 32), "tokens": (16, 64, 256), "batch": (8, 16, 32, 64)}
 
 
