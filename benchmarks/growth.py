@@ -143,11 +143,14 @@ def measure_on_a_gpu(command: Benchmark, device: torch.device) -> dict[str, Any]
     given = json.loads(command.worker)
     method, case = given.pop("method"), Case(**given)
     each = Measured(case, method, command.compile, device)
+    kept = each.activation_bytes()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     size = command.steps or max(3, round(10 / max(1.0, case.activations)))
     times = windows([each.step], device, command.windows, size, 6, wait_for_turn)[0]
     peak = torch.cuda.max_memory_allocated() / 2**30
     return spread(times) | {
-        "peak_gib": peak, "activation_mib": each.activation_bytes() / 2**20, "parameters": each.parameters,
+        "peak_gib": peak, "activation_mib": kept / 2**20, "parameters": each.parameters,
     }  # fmt: skip
 
 

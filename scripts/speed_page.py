@@ -168,14 +168,14 @@ def growth_table(rows: Rows, on_gpu: bool) -> str:
     ordered = sorted(points, key=lambda p: (factors.index(p[0]), p[1] if not isinstance(p[1], str) else 0))
     for factor, value in ordered:
         here = {row["method"]: row for row in rows if (row["factor"], row["value"]) == (factor, value)}
-        if not here.keys() >= {"none", "cs", "ls"}:  # cut off
-            continue
         plain = here["none"]
         memory = f"{plain['peak_gib']:.1f} GiB" if "peak_gib" in plain else ""
         memory = memory or (f"{plain['activation_mib']:.1f} MiB" if "activation_mib" in plain else "")
         value = {False: "off", True: "on"}[value] if factor == "checkpointing" else value
-        ratios = [here[method].get("over_none", here[method]["ms"] / plain["ms"]) for method in ("cs", "ls")]
-        over = [f"{ratio - 1:+.1%}" for ratio in ratios]
+        over = ["", ""]  # of a method that was not measured
+        for i, row in enumerate(here.get(method) for method in ("cs", "ls")):
+            if row:
+                over[i] = f"{row.get('over_none', row['ms'] / plain['ms']) - 1:+.1%}"
         lines.append((f"{factor} {value}", ms(plain), *over, memory))
     return table(("", "ms per step, none", "cs", "ls", "peak memory" if on_gpu else "activations"), lines)
 
@@ -183,17 +183,20 @@ def growth_table(rows: Rows, on_gpu: bool) -> str:
 def cost_at_scale(rows: Rows, gpus: int) -> dict[str, float]:
     """ImageNet-64 with U-ViT-L/4 on this many GPUs: the measured step of one GPU, and a ring all-reduce of the gradients.
 
-    Every GPU sends and receives 2 (n - 1) / n times the float32 gradient; from 9 GPUs on over the network. `hours_low` hides
-    all of it behind the backward pass, `hours` none.
+    A batch per GPU that was not measured takes as long per image as the largest smaller one. Every GPU sends and receives
+    2 (n - 1) / n times the float32 gradient; from 9 GPUs on over the network. `hours_low` hides all of it behind the backward
+    pass, `hours` none.
     """
     images = max(SMALLEST, 1024 // gpus)
-    row = next(r for r in rows if r["factor"] == "preset" and r["batch"] == images and r["method"] == "none")
+    measured = [r for r in rows if (r["factor"], r["method"]) == ("preset", "none") and r["batch"] <= images]
+    row = max(measured, key=lambda r: r["batch"])
     traffic = 2 * (gpus - 1) / gpus * 4 * row["parameters"]
-    compute, communication = row["ms"] / 1e3, traffic / (NVLINK if gpus <= 8 else NETWORK)
+    compute, communication = row["ms"] * images / row["batch"] / 1e3, traffic / (NVLINK if gpus <= 8 else NETWORK)
     steps = IMAGENET_IMAGES / (gpus * images)
     low, high = (steps * seconds / 3600 for seconds in (max(compute, communication), compute + communication))
     found = {
         "images": images,
+        "measured": row["batch"] == images,
         "batch": gpus * images,
         "compute_ms": compute * 1e3,
         "communication_ms": communication * 1e3,
@@ -201,66 +204,68 @@ def cost_at_scale(rows: Rows, gpus: int) -> dict[str, float]:
     return {**found, "hours_low": low, "hours": high, "gpu_hours": high * gpus}
 
 
-def estimated_rows(step: dict[str, Any]) -> Rows:
-    """U-ViT-L/4's step while it is not measured: its FLOPs at the measured rate of U-ViT-S/2, and AdamW by parameters."""
-    import torch
-    from measure import training_flops
-
-    from scalelong import UViT, UViTConfig
-
-    with torch.device("meta"):
-        small, large = (
-            UViT(UViTConfig(image_size=size, patch_size=patch, dim=dim, depth=depth, heads=dim // 64))
-            for size, patch, dim, depth in ((32, 2, 512, 12), (64, 4, 1024, 20))
-        )
-        flops = training_flops(large, torch.zeros(1, 3, 64, 64), torch.zeros(1))
-    counts = [sum(p.numel() for p in model.parameters()) for model in (small, large)]
-    measured = find(step, "trainer", 64)  # the lowest of the measured rates
-    adamw = sum(k["us"] for k in measured["kernels"] if group_of(k["kernel"]) == "AdamW and average") / 1e3
-    return [
-        {"factor": "preset", "method": "none", "batch": images, "parameters": counts[1],
-         "ms": images * flops / measured["tflops"] / 1e9 + adamw * counts[1] / counts[0]}
-        for images in (SMALLEST, 128)
-    ]  # fmt: skip
-
-
 def scale_table(rows: Rows) -> str:
     lines = []
     for gpus in (8, 64, 512):
         c = cost_at_scale(rows, gpus)
         hours = f"{c['hours_low']:.1f} to {c['hours']:.1f}"
-        lines.append((str(gpus), f"{c['batch']:,}", f"{c['compute_ms']:.1f}", f"{c['communication_ms']:.1f}", hours,
+        compute = f"{c['compute_ms']:.1f}{'' if c['measured'] else ' (not measured)'}"
+        lines.append((str(gpus), f"{c['batch']:,}", compute, f"{c['communication_ms']:.1f}", hours,
                       f"{c['gpu_hours']:,.0f}"))  # fmt: skip
     head = ("GPUs", "batch", "ms per step, computing", "ms, communicating", "hours", "GPU hours")
     return table(head, lines)
 
 
 def plot(results: dict[str, dict[str, Any]]) -> None:
-    """Time against depth, tokens and batch."""
+    """Time per step against depth, tokens and batch, on GPU and CPU; below, what CS and LS add on the GPU, else the CPU."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "speed", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(10, 3), layout="constrained")
-    for (name, result), line in zip(results.items(), ("-", "--"), strict=False):
-        for axis, factor in zip(axes, ("depth", "tokens", "batch"), strict=True):
-            for method, colour in (("none", "C0"), ("cs", "C1"), ("ls", "C2")):
-                rows = [r for r in result["rows"] if r["factor"] == factor and r["method"] == method]
-                label = f"{method}, {'GPU' if name == GROWTH[0] else 'CPU'}" if factor == "depth" else None
-                axis.plot(
-                    [r["value"] for r in rows],
-                    [r["ms"] for r in rows],
-                    f"{colour}{line}",
-                    marker="o",
-                    ms=3,
-                    label=label,
-                )
-            axis.set(xlabel=factor, ylabel="ms per step", yscale="log", xscale="linear" if factor == "depth" else "log")
-    axes[0].legend(fontsize=7)
+    from scalelong.report.colours import GREY, TEAL, colour
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "speed", "svg.fonttype": "none", "font.size": 9}
+    figure, axes = pyplot.subplots(2, 3, figsize=(10, 5), layout="constrained", sharex="col", sharey="row")
+    for (name, result), line in zip(results.items(), (GREY, TEAL), strict=False):
+        base = result["base"]
+        device = result["device"].partition(",")[0]
+        label = f"{device}: width {base['dim']}, {base['tokens']} tokens, batch {base['batch']}"
+        for axis, factor in zip(axes[0], ("depth", "tokens", "batch"), strict=True):
+            rows = sorted((r for r in result["rows"] if r["factor"] == factor), key=lambda r: r["value"])
+            plain = {r["value"]: r for r in rows if r["method"] == "none"}
+            axis.plot(list(plain), [r["ms"] for r in plain.values()], "o-", color=line, ms=4, label=label)
+            axis.set(title=factor, yscale="log", xscale="linear" if factor == "depth" else "log")
+            if name == next(iter(results)):
+                _plot_costs(axes[1, list(axes[0]).index(axis)], rows, plain, colour)
+    for axis in axes[1]:
+        axis.axhline(0, color=GREY, lw=1)
+        axis.set(ylim=(-6, 6))
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis, factor in zip(axes[1], ("depth", "tokens", "batch"), strict=True):
+        ticks = sorted({r["value"] for result in results.values() for r in result["rows"] if r["factor"] == factor})
+        axis.set_xticks(ticks, labels=[str(tick) for tick in ticks], rotation=60 if len(ticks) > 6 else 0)
+        axis.minorticks_off()
+    axes[0, 0].set_ylabel("ms per step, unscaled")
+    axes[1, 0].set_ylabel(f"% over unscaled, {next(iter(results.values()))['device'].partition(',')[0]}")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    axes[1, 0].legend(frameon=False, loc="upper left", ncols=2)
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, metadata={"Date": None})
+
+
+def _plot_costs(axis: Any, rows: Rows, plain: dict[Any, dict[str, Any]], colour: Any) -> None:
+    """Medians of cs and ls over that of none, with the quartiles of the method."""
+    for method, marker in (("cs", "s"), ("ls", "o")):
+        here = [r for r in rows if r["method"] == method]
+        over = [[100 * (r[key] / plain[r["value"]]["ms"] - 1) for r in here] for key in ("ms", "ms_low", "ms_high")]
+        bars = [
+            [m - low for m, low in zip(over[0], over[1], strict=True)],
+            [h - m for m, _, h in zip(*over, strict=True)],
+        ]
+        axis.errorbar([r["value"] for r in here], over[0], bars, fmt=f"{marker}-", color=colour(method), ms=4, capsize=2,
+                      lw=1, label=method)  # fmt: skip
 
 
 def parts() -> dict[str, str]:
@@ -285,9 +290,7 @@ def parts() -> dict[str, str]:
             f"Around {network}. {source(result, name)}",
             growth_table(result["rows"], name == GROWTH[0]),
         ]
-    measured = [row for row in read(GROWTH[0]).get("rows", []) if row["factor"] == "preset"]
-    rows, rate = measured or estimated_rows(step), find(step, "trainer", 64)["tflops"]
-    found["scale"] = [MEASURED if measured else ESTIMATED.format(rate), scale_table(rows)]
+    found["scale"] = [scale_table(read(GROWTH[0])["rows"])]
     return {name: "\n\n".join(texts) for name, texts in found.items()}
 
 
@@ -303,11 +306,6 @@ def startup(cpu: dict[str, Any]) -> str:
         f"demo's first step pass {cpu['first_step_processor_seconds']:.1f} s of processor time, "
         f"{cpu['first_step_seconds']:.1f} s by the clock (the best of three, on a machine that others use)."
     )
-
-
-MEASURED = "The step of one GPU with its share of the batch is measured; communication is computed."
-ESTIMATED = """The step is estimated, not measured at this size: the FLOPs of one GPU's share of the batch at the rate that
-U-ViT-S/2 reaches at batch 64 on an H200 ({:.0f} TFLOP/s, above), and AdamW and EMA in proportion to the parameters."""
 
 
 def main() -> None:

@@ -236,7 +236,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
     ls_ahead = any(pair.loss[pair.last] < 0 for pair in found["ls"])
     rows = [
         (
-            "U-ViT of width 256, depth 12; batch 128, rate 2e-4; under 30,000 steps",
+            "U-ViT of width 256, depth 12; batch 128, rate 2e-4; under 40,000 steps",
             "no scaling",
             f"CS 0.7 has {min(early):+.1f}% to {max(early):+.1f}% loss at 10,000 steps and catches up at {level} "
             f"({_plural(len(cs), 'seed')})",
@@ -356,12 +356,17 @@ def _rows(file: str) -> list[dict[str, str]]:
 
 
 def cost_table() -> str:
-    lines = ["| training step of U-ViT-S/2, H200 | none | CS | LS |", "|---|---|---|---|"]
-    rows = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())["rows"]
-    for batch in (64, 128, 512):
-        ms = {row["method"]: row["ms"] for row in rows if row["case"] == "trainer" and row["batch"] == batch}
-        more = [f"{100 * (ms[m] / ms['none'] - 1):+.1f}%" for m in ("cs", "ls")]
-        lines.append(f"| batch {batch} | {ms['none']:.1f} ms | {' | '.join(more)} |")
+    """Milliseconds per step of the trainer by batch size and method."""
+    lines = ["| ms per training step of U-ViT-S/2, H200 (quartiles) | none | CS | LS |", "|---|---|---|---|"]
+    found = json.loads((ROOT / "benchmarks" / "results" / "growth.json").read_text())["rows"]
+    rows = {(row["value"], row["method"]): row for row in found if row["factor"] == "batch"}
+    for batch in dict.fromkeys(batch for batch, _ in rows):
+        cells = []
+        for method in ("none", "cs", "ls"):
+            row, plain = rows[batch, method], rows[batch, "none"]
+            over = "" if method == "none" else f", {row['ms'] / plain['ms'] - 1:+.1%}"
+            cells.append(f"{row['ms']:.2f} ({row['ms_low']:.2f} to {row['ms_high']:.2f}){over}")
+        lines.append(f"| batch {batch} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

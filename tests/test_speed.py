@@ -28,7 +28,9 @@ def test_the_cost_at_scale_is_the_measured_step_and_a_ring_all_reduce(monkeypatc
         {"factor": "preset", "batch": batch, "method": "none", "ms": ms, "parameters": 300e6}
         for batch, ms in ((128, 200.0), (16, 30.0))
     ]
-    one_machine, many = cost(rows, 8), cost(rows, 512)
+    one_machine, many, scaled = cost(rows, 8), cost(rows, 512), cost(rows[1:], 8)
+    assert (one_machine["measured"], scaled["measured"]) == (True, False)
+    assert scaled["compute_ms"] == pytest.approx(8 * 30)  # 128 images, from the step with 16
     assert one_machine["communication_ms"] == pytest.approx(2 * 7 / 8 * 4 * 300e6 / 450e9 * 1e3)
     assert one_machine["hours"] == pytest.approx(300_000 * (200 + one_machine["communication_ms"]) / 3.6e6)
     assert one_machine["hours_low"] == pytest.approx(300_000 * 200 / 3.6e6)

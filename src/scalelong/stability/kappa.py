@@ -27,7 +27,7 @@ from scalelong.runs.settings import ScalingSettings
 from scalelong.scaling.constant import constant_coefficients
 
 USUAL_KAPPA = 0.7
-CROSSOVER = 30_000  # steps after which CS matches or beats the unscaled training loss
+CROSSOVER = 40_000  # steps after which CS matches or beats the unscaled training loss
 TAIL = 0.97  # Sec. 4.1: "more than 97% of the values are smaller than 5"
 _CHUNK = 256
 
@@ -107,7 +107,7 @@ def advice(steps: int | None) -> str:
     """Recommendation for this training length, from the study in docs/should-i-use-it.md.
 
     >>> advice(600)
-    'But before about 30,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
+    'But before about 40,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
     """
     early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
     late = (
