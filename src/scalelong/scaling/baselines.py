@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, SkipSize
+from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, SkipSize, per_u
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
@@ -52,7 +52,7 @@ class SkipTuning(ConstantScaling):
     """skip_tuning: fixed coefficients, linear from `outer` (i = 1) to `inner` (i = N); for sampling only."""
 
     def __init__(self, sizes: Sequence[SkipSize], inner: float = 0.8, outer: float = 1.0) -> None:
-        super().__init__(tuning_coefficients(len(sizes), inner, outer))
+        super().__init__(per_u(sizes, lambda num_skips: tuning_coefficients(num_skips, inner, outer)))
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         if self.training:
