@@ -277,14 +277,21 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
 
 def _made_in(trace: Trace, node: int) -> str:
     """The outermost module whose only output is the node, else the one whose forward computes it."""
+    return _makers(trace, node)[0]
+
+
+def _makers(trace: Trace, node: int) -> list[str]:
+    """The modules whose only output is the node, outermost first, then the one whose forward computes it."""
+    if trace.nodes[node].name == INPUT:
+        return [INPUT]
     around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
     giving = [call for call in around if call.returned == {node} and call.parent >= 0]
-    return INPUT if trace.nodes[node].name == INPUT else next((call.name for call in giving + around[::-1]), "")
+    return [call.name for call in giving + around[-1:]] or [""]
 
 
 def made_names(trace: Trace, node: int) -> list[str]:
     """Names of the source of a skip; last, the module whose output is only activated or reshaped by its caller."""
-    names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
+    names, at = [*_makers(trace, node), trace.module_name(node)], trace.nodes[node]
     while len(at.parents) == 1 and at.weight is None:
         at = trace.nodes[at.parents[0]]
     return [*names, _made_in(trace, at.index)]

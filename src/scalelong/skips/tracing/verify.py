@@ -136,7 +136,7 @@ class Copies:
         try:
             found = detect_all(self.plain, skips, self.call)
         except NoLongSkipsError as error:
-            raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
+            raise VerificationError(f"verify: its skips cannot be checked: traced without hooks, {error}") from None
         self.trace, self.skips = found.trace, list(zip(skips, found.paths, strict=True))
 
 
