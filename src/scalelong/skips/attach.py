@@ -21,7 +21,8 @@ from scalelong.skips.families import generated_example, known_families, known_sk
 from scalelong.skips.feature_conditioning import detach_features, features_off, is_conditioned
 from scalelong.skips.hooks import is_scaled, scaling_of, stored_scaling, write_config
 from scalelong.skips.long_skip import Call, Fused, LongSkip, Named, as_nests, skip_table
-from scalelong.skips.tracing.hook_points import after_norm, choose, detect, detect_all, holding_both
+from scalelong.skips.tracing.detect import choose, detect, detect_all
+from scalelong.skips.tracing.hook_points import after_norm, holding_both
 from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
@@ -125,7 +126,8 @@ def apply(
     with features_off(model):
         found, detected = _find(model, call, as_nests(skips) if skips is not None else [])
         if placement == "after_norm":
-            found = after_norm(model, found, call or generated_example(model))
+            traced = detect_all(model, found, call or generated_example(model))
+            found = after_norm(traced.trace, traced.paths, found)
         if METHODS[method].needs == "operands":
             found = _with_operands(model, found, call)
         branches = residual_branches(model) if METHODS[method].needs == "blocks" else []

@@ -50,17 +50,16 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         return same_type(value, (map_tensors(change, item) for item in value))
+    mapped: Any = value
     if isinstance(value, MutableMapping):
-        mapped = copy.copy(value)  # of a class of its own
+        mapped = copy.copy(value)
         for key, item in value.items():
             mapped[key] = map_tensors(change, item)
-        return mapped
-    if is_dataclass(value) and not isinstance(value, type):
+    elif is_dataclass(value) and not isinstance(value, type):
         mapped = copy.copy(value)
         for field in fields(value):
             object.__setattr__(mapped, field.name, map_tensors(change, getattr(value, field.name)))
-        return mapped
-    return value
+    return mapped
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from scalelong.skips.example import is_meta, merge_example, restored_on_error, u
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
-from scalelong.skips.tracing.nesting import SkipPath
+from scalelong.skips.tracing.paths import SkipPath
 from scalelong.skips.tracing.trace import Node, Trace
 from scalelong.skips.tracing.verify import Copies, run
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scalelong
 from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, Item, LongSkip
-from scalelong.skips.tracing.hook_points import detect
+from scalelong.skips.tracing.detect import detect
 from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build
 from tests.packages import Packaged, monai_networks, tried
 from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, SkipEncoder, StandIn, image, randn
