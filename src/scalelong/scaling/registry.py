@@ -70,9 +70,13 @@ class ScalingConfig:
         scaling.config = self
         return scaling
 
+    @property
+    def arguments(self) -> str:
+        """The options as keyword arguments of `apply`."""
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v))
+
     def __str__(self) -> str:
-        shown = [f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)]
-        return f"{self.method}({', '.join(shown)})" if shown else self.method
+        return f"{self.method}({self.arguments})" if self.arguments else self.method
 
 
 @dataclass(frozen=True)
