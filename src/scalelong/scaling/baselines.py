@@ -34,7 +34,8 @@ class MagnitudePreserving(Scaling):
     def __init__(self, sizes: Sequence[SkipSize], t: float = 0.5) -> None:
         super().__init__(len(sizes))
         if any(size.main is None for size in sizes):
-            raise ValueError("scaling.method: 'mp_cat' needs the width of the tensor each skip is concatenated with")
+            pairs = "'mp_cat' is for skips that are concatenated with one other tensor, which not all of these are"
+            raise ValueError(f"scaling.method: {pairs}; choose another method")
         self.values = tuple(magnitude_preserving(size.main or 0, size.channels, t) for size in sizes)
         self.add_constants("factors", self.values)
 

@@ -37,7 +37,8 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
         if twice := _joined_twice(trace, crowded):
             raise refusal(trace, f"its skips cannot be scaled one by one: {twice}")
         detail = f", or several at once, as in {trace.module_name(crowded[0][0].join)}" if crowded else ""
-        raise refusal(trace, f"it has no long skip connections: tensors are joined only within one block{detail}")
+        within = f"tensors are joined (by cat, add or lerp) only within one block{detail}"
+        raise refusal(trace, f"it has no long skip connections: {within}")
     tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
     clean = [nest for nest, trouble in tied if trouble is None]
     if not clean:
