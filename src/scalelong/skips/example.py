@@ -80,11 +80,9 @@ def is_meta(model: nn.Module) -> bool:
 
 def independent_copy(model: nn.Module) -> nn.Module:
     """Deep-copy the model; raise a ValueError if the copy shares weights or modules with it."""
-    computed = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    memo = {
-        id(value): value.detach().clone() for value in computed if not value.is_leaf
-    }  # by torch.nn.utils.weight_norm
-    copied = copy.deepcopy(model, memo)
+    attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    computed = [value for value in attributes if not value.is_leaf]  # as torch.nn.utils.weight_norm keeps them
+    copied = copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
     own = {id(parameter) for parameter in model.parameters()}
     shared = next((name for name, parameter in copied.named_parameters() if id(parameter) in own), None)
     if shared is not None or copied.state_dict().keys() != model.state_dict().keys():

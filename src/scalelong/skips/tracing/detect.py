@@ -9,6 +9,7 @@ from torch import nn
 
 from scalelong.errors import NoLongSkipsError, did_you_mean
 from scalelong.scaling.constant import SkipSize
+from scalelong.skips.families import generated_example
 from scalelong.skips.long_skip import Call, LongSkip, as_nests
 from scalelong.skips.tracing.hook_points import find_hook_point
 from scalelong.skips.tracing.nesting import find_long_skips
@@ -98,9 +99,11 @@ def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[
     return found
 
 
-def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
-    """Like `detect`, but raise unless the number of skips matches the known one."""
-    found = detect(model, call, as_nests(skips) if any(skip.given for skip in skips) else ())
+def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call | None) -> Detection:
+    """Like `detect`, but raise unless the number of skips matches the known one. call None: a generated example."""
+    found = detect(
+        model, call or generated_example(model), as_nests(skips) if any(skip.given for skip in skips) else ()
+    )
     if len(found.paths) != len(skips):
         raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
     return found
