@@ -125,7 +125,7 @@ def tried_families() -> Iterator[dict[str, Any]]:
     """Known classes, traced as if they were unknown."""
     for family in FAMILIES:
         model, inputs = build(family), family.inputs()
-        seen = len(scalelong.skips.tracing.hook_points.detect(model, ((), inputs)).skips())
+        seen = len(scalelong.skips.tracing.detect.detect(model, ((), inputs)).skips())
         handle = scalelong.apply(model, "cs", kappa=0.7, example=inputs)
         assert seen == len(handle.skips), family.name
         report = scalelong.verify(model, example=inputs)

@@ -65,3 +65,13 @@ def test_a_subset_removes_inner_or_outer_skips() -> None:
         ScalingConfig.create("subset", count=5).build(sizes)
     with pytest.raises(ValueError, match=r"scaling\.removed: unknown 'middle'"):
         ScalingConfig.create("subset", removed="middle")
+
+
+@pytest.mark.parametrize("method", ["cs", "cs_reversed", "cs_annealed", "subset", "skip_tuning"])
+def test_each_u_of_a_network_is_numbered_from_its_own_outermost_skip(method: str) -> None:
+    def current(*nests: int) -> list[float]:
+        scaling = ScalingConfig.create(method).build([SkipSize(channels=4, nest=nest) for nest in nests])
+        scaling.advance(10_000)
+        return scaling.current()
+
+    assert current(1, 1, 1, 2, 2) == [*current(1, 1, 1), *current(1, 1)]

@@ -210,7 +210,7 @@ def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
 @pytest.mark.parametrize(
     ("family", "method", "message"),
     [
-        ("MatrixUNet", "mp_cat", "needs the width of the tensor each skip is concatenated with"),
+        ("MatrixUNet", "mp_cat", "is for skips that are concatenated with one other tensor"),
         ("UViT", "freeu", "'freeu' filters images"),
         (
             "UNet2DModel",

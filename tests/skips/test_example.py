@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import scalelong
 from scalelong.skips.attach import skip_shapes
 from tests.standins import GatedBranch, TutorialUNet, image, randn
+
+
+@dataclass
+class Batch:
+    image: torch.Tensor
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose keys are attributes."""
+
+    __getattr__ = dict.__getitem__
 
 
 class TestNothingIsChanged:
@@ -119,6 +135,31 @@ class TestNothingIsChanged:
             scalelong.verify(model, x)
             scalelong.fold(model, x)
             assert torch.equal(x, before)
+
+    @pytest.mark.parametrize("kind", [Batch, Attributes])
+    def test_an_example_of_its_own_class(self, kind: type[Any]) -> None:
+        class InPlace(TutorialUNet):
+            def forward(self, batch: Any) -> torch.Tensor:
+                return super().forward(batch.image.mul_(0.5))
+
+        batch, model = kind(image=image()[0]), InPlace()
+        before = batch.image.clone()
+        scalelong.apply(model, "cs", kappa=0.5, example=(batch,))
+        assert scalelong.verify(model, batch).dtype == torch.float64
+        assert torch.equal(batch.image, before)
+
+    @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+    @pytest.mark.parametrize(
+        "compute", [torch.nn.utils.weight_norm, partial(prune.l1_unstructured, name="weight", amount=0.3)]
+    )
+    def test_weights_computed_before_each_forward(self, compute: Callable[..., Any]) -> None:
+        model = TutorialUNet()
+        compute(model.up1[0])
+        model(*image())
+        scalelong.apply(model, "cs", kappa=0.5, example=image())
+        assert len(scalelong.verify(model, example=image()).checks) == 3
+        model(*image()).sum().backward()
+        assert model.up1[0].bias.grad is not None
 
     def test_the_same_skips_are_found_every_time(self) -> None:
         model = TutorialUNet()

@@ -218,7 +218,7 @@ class UNetT(torch.nn.Module):
 
 def test_a_flat_unet_transformer_of_any_length() -> None:
     x = torch.randn(2, 5, 3)
-    traced = scalelong.skips.tracing.hook_points.detect(UNetT(), ((x,), {})).skips()
+    traced = scalelong.skips.tracing.detect.detect(UNetT(), ((x,), {})).skips()
     for method in ("cs", "ls"):
         model = UNetT()
         handle = scalelong.apply(model, method)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -206,6 +206,27 @@ def test_one_of_several_outputs_is_tapped_by_its_number(tmp_path) -> None:
     torch.testing.assert_close(loaded(*call), changed)
     scalelong.remove(model)
     assert torch.equal(model(*call), before)
+
+
+class Named(TwoStreams):
+    """Blocks that return a named tuple."""
+
+    class Output(NamedTuple):
+        text: torch.Tensor
+        image: torch.Tensor
+
+    class Block(TwoStreams.Block):
+        def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Named.Output:
+            return Named.Output(*super().forward(*args, **kwargs))
+
+
+def test_an_output_of_a_named_tuple_is_changed() -> None:
+    model, call = Named(), (torch.randn(2, 3, 4), torch.randn(2, 5, 6))
+    conditioning = scalelong.condition_on_features(model, tap="blocks.0[1]", targets="blocks.1", example=call)
+    before = model(*call)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    assert not torch.allclose(model(*call), before)
 
 
 class ByKeyword(nn.Module):

@@ -96,6 +96,18 @@ def test_diffusers_saves_and_checks_the_scaling(save: Any, load: Any, tmp_path) 
         load(unet("cs"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"), [("cs", {"kappa": 0.6, "placement": "after_norm"}), ("ls", {"shared": False})]
+)
+def test_errors_name_every_option_of_the_scaling(method: str, options: dict[str, Any], tmp_path) -> None:
+    peft.get_peft_model(unet(method, **options), config()).save_pretrained(tmp_path)
+    named = "".join(f".*{key}={value!r}" for key, value in options.items())
+    with pytest.raises(ValueError, match=rf'call scalelong.apply\(model, "{method}"{named}'):
+        peft.PeftModel.from_pretrained(unet(), tmp_path)
+    with pytest.raises(ValueError, match=rf"trained on a model with {method}\({named}.*this one has {method}\("):
+        peft.PeftModel.from_pretrained(unet(method), tmp_path)
+
+
 def test_gates_in_modules_to_save_are_trained_saved_and_switched_off(tmp_path) -> None:
     base, model = output(unet("ls")), peft.get_peft_model(unet("ls"), config(modules_to_save=["scalelong"]))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=10.0)

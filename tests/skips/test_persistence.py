@@ -137,6 +137,15 @@ def test_a_missing_file_is_named(saved, missing: str) -> None:
         scalelong.load(build(UNET), saved)
 
 
+def test_a_model_on_the_meta_device_is_refused_until_it_has_memory(saved) -> None:
+    with torch.device("meta"):
+        model = UNET.build()
+    with pytest.raises(ValueError, match=r"meta device, which holds no weights; call model\.to_empty"):
+        scalelong.load(model, saved)
+    expected = scalelong.load(build(UNET, seed=1), saved)
+    assert_same_weights(scalelong.load(model.to_empty(device="cpu"), saved), expected)
+
+
 def test_a_description_without_its_keys_is_refused(saved) -> None:
     (saved / "scalelong.json").write_text('{"method": "cs"}')
     with pytest.raises(ValueError, match="must contain method, options and num_skips"):

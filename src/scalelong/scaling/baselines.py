@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, SkipSize
+from scalelong.scaling.constant import Coefficient, ConstantScaling, Scaling, SkipSize, per_u
 
 
 def magnitude_preserving(main: int, skip: int, t: float) -> tuple[float, float]:
@@ -34,7 +34,8 @@ class MagnitudePreserving(Scaling):
     def __init__(self, sizes: Sequence[SkipSize], t: float = 0.5) -> None:
         super().__init__(len(sizes))
         if any(size.main is None for size in sizes):
-            raise ValueError("scaling.method: 'mp_cat' needs the width of the tensor each skip is concatenated with")
+            pairs = "'mp_cat' is for skips that are concatenated with one other tensor, which not all of these are"
+            raise ValueError(f"scaling.method: {pairs}; choose another method")
         self.values = tuple(magnitude_preserving(size.main or 0, size.channels, t) for size in sizes)
         self.add_constants("factors", self.values)
 
@@ -52,7 +53,7 @@ class SkipTuning(ConstantScaling):
     """skip_tuning: fixed coefficients, linear from `outer` (i = 1) to `inner` (i = N); for sampling only."""
 
     def __init__(self, sizes: Sequence[SkipSize], inner: float = 0.8, outer: float = 1.0) -> None:
-        super().__init__(tuning_coefficients(len(sizes), inner, outer))
+        super().__init__(per_u(sizes, lambda num_skips: tuning_coefficients(num_skips, inner, outer)))
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         if self.training:

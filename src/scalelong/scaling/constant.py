@@ -19,6 +19,7 @@ T tokens, C channels; a skip is (B, T, C), (T, B, C) or (B, C, *spatial).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,11 @@ class SkipSize:
     main: int | None = None  # channels of the tensor the skip is joined with; filled in for methods that need it
     nest: int = 1  # index of its U; constant methods count from the outermost skip of each U
     stage: int | None = None  # 1 = the lowest resolution of the decoder; filled in for methods that need it
+
+
+def per_u(sizes: Sequence[SkipSize], rule: Callable[[int], list[float]]) -> list[float]:
+    """Apply a rule from a number of skips to their coefficients to each U of a network."""
+    return [kappa for count in Counter(size.nest for size in sizes).values() for kappa in rule(count)]
 
 
 class Scaling(nn.Module):
@@ -186,13 +192,16 @@ class AnnealedScaling(Scaling):
         anneal_steps: int = 10_000,
     ) -> None:
         super().__init__(len(sizes))
-        self.kappa_at_end, self.anneal_steps = kappa, anneal_steps
-        self.add_constants("kappa", constant_coefficients(len(sizes), kappa))
+        self.sizes, self.kappa_at_end, self.anneal_steps = tuple(sizes), kappa, anneal_steps
+        self.add_constants("kappa", self._coefficients(kappa))
         self.register_buffer("now", torch.ones(len(sizes)))
+
+    def _coefficients(self, kappa: float) -> list[float]:
+        return per_u(self.sizes, lambda count: constant_coefficients(count, kappa))
 
     def advance(self, step: int) -> None:
         kappa = 1 + (self.kappa_at_end - 1) * min(1.0, step / self.anneal_steps)
-        self.now.copy_(torch.tensor(constant_coefficients(self.num_skips, kappa)))
+        self.now.copy_(torch.tensor(self._coefficients(kappa)))
 
     def coefficient(self, index: int, skip: Tensor) -> Coefficient:
         return self.now[index - 1].to(skip.dtype)

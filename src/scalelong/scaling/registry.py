@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from scalelong.scaling.constant import (
     ConstantScaling,
     Scaling,
     SkipSize,
+    per_u,
     subset_coefficients,
 )
 from scalelong.scaling.learned import ACTIVATIONS, learned_scaling
@@ -70,9 +70,13 @@ class ScalingConfig:
         scaling.config = self
         return scaling
 
+    @property
+    def arguments(self) -> str:
+        """The options as keyword arguments of `apply`."""
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v))
+
     def __str__(self) -> str:
-        shown = [f"{k}={v!r}" for k, v in self.options.items() if v is not None and (k != "allow_amplify" or v)]
-        return f"{self.method}({', '.join(shown)})" if shown else self.method
+        return f"{self.method}({self.arguments})" if self.arguments else self.method
 
 
 @dataclass(frozen=True)
@@ -93,14 +97,13 @@ class Method:
 
 def _constant(rule: Callable[[int, float], list[float]]) -> Method:
     def build(sizes: Sequence[SkipSize], kappa: float = 0.7, allow_amplify: bool = False) -> Scaling:  # noqa: ARG001
-        per_u = Counter(size.nest for size in sizes)
-        return ConstantScaling([each for count in per_u.values() for each in rule(count, kappa)])
+        return ConstantScaling(per_u(sizes, lambda num_skips: rule(num_skips, kappa)))
 
     return Method(build, _check_kappa, constant=True)
 
 
 def _subset(sizes: Sequence[SkipSize], removed: str = "inner", count: int = 1) -> Scaling:
-    return ConstantScaling(subset_coefficients(len(sizes), removed, count))
+    return ConstantScaling(per_u(sizes, lambda num_skips: subset_coefficients(num_skips, removed, count)))
 
 
 def _fixed(kappa: float) -> Method:

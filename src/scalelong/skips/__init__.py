@@ -1,5 +1,6 @@
 """Find, scale, verify, fold, save and load the long skips of a model."""
 
+from scalelong.errors import NoLongSkipsError, VerificationError
 from scalelong.skips.attach import Handle, apply, coefficients, find_skips, remove
 from scalelong.skips.families import known_families
 from scalelong.skips.feature_conditioning import FeatureConditioning
@@ -8,8 +9,7 @@ from scalelong.skips.fold import fold
 from scalelong.skips.hooks import is_scaled, scaling_of
 from scalelong.skips.long_skip import LongSkip, skip_table
 from scalelong.skips.persistence import from_pretrained, load, save
-from scalelong.skips.tracing.nesting import NoLongSkipsError
-from scalelong.skips.tracing.verify import VerificationError, verify
+from scalelong.skips.tracing.verify import verify
 
 __all__ = [
     "FeatureConditioning",

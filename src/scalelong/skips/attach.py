@@ -17,11 +17,12 @@ from scalelong.scaling.constant import CONSTANT_METHODS, Scaling
 from scalelong.scaling.registry import METHODS, ScalingConfig
 from scalelong.skips import hooks
 from scalelong.skips.example import as_call, independent_copy, is_meta, merge_example, unchanged_on_error
-from scalelong.skips.families import generated_example, known_families, known_skips, residual_branches
+from scalelong.skips.families import known_families, known_skips, residual_branches
 from scalelong.skips.feature_conditioning import detach_features, features_off, is_conditioned
 from scalelong.skips.hooks import is_scaled, scaling_of, stored_scaling, write_config
 from scalelong.skips.long_skip import Call, Fused, LongSkip, Named, as_nests, skip_table
-from scalelong.skips.tracing.hook_points import after_norm, choose, detect, detect_all, holding_both
+from scalelong.skips.tracing.detect import choose, detect, detect_all
+from scalelong.skips.tracing.hook_points import after_norm, holding_both
 from scalelong.skips.tracing.verify import measure_reach
 from scalelong.skips.tracing.verify import verify as check_hooks
 
@@ -125,7 +126,8 @@ def apply(
     with features_off(model):
         found, detected = _find(model, call, as_nests(skips) if skips is not None else [])
         if placement == "after_norm":
-            found = after_norm(model, found, call or generated_example(model))
+            traced = detect_all(model, found, call)
+            found = after_norm(traced.trace, traced.paths, found)
         if METHODS[method].needs == "operands":
             found = _with_operands(model, found, call)
         branches = residual_branches(model) if METHODS[method].needs == "blocks" else []
@@ -133,7 +135,7 @@ def apply(
             scaling = config.build([skip.size for skip in found], len(branches))
             hooks.match(scaling, model)
         if scaling.changes_main and not all(isinstance(skip.slot, Fused) and skip.slot.main for skip in found):
-            traced = detect_all(model, found, call or generated_example(model))
+            traced = detect_all(model, found, call)
             found = [holding_both(traced.trace, *each, method) for each in zip(traced.paths, found, strict=True)]
         hooks.attach(model, found, scaling, branches)
         if verify and call is not None and (detected or placement != "before") and not is_meta(model):
@@ -227,7 +229,7 @@ def _with_operands(model: nn.Module, skips: list[LongSkip], call: Call | None) -
     """Add the width of the other join operand and the decoder stage to each skip's size."""
     if all(skip.size.main is not None for skip in skips):
         return skips
-    found = detect_all(model, skips, call or generated_example(model))
+    found = detect_all(model, skips, call)
     resolutions = [shape[2:] if len(shape) == 4 else () for shape in found.operand_shapes()]
     stages = {size: at for at, size in enumerate(sorted(set(resolutions) - {()}), start=1)}
     mains = [path.op.sizes[1 - path.position] if len(path.op.sizes) == 2 else None for path in found.paths]

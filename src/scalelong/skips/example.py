@@ -6,15 +6,16 @@ import copy
 import functools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from scalelong.skips.long_skip import Call
+from scalelong.skips.long_skip import Call, same_type
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,16 +45,21 @@ def merge_example(example: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists and dicts."""
+    """Apply a function to every tensor in nested tuples, lists, mappings and dataclasses; returns copies of these."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(change, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, item) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(change, item) for item in value)
-    return value
+        return same_type(value, (map_tensors(change, item) for item in value))
+    mapped: Any = value
+    if isinstance(value, MutableMapping):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(change, item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(mapped, field.name, map_tensors(change, getattr(value, field.name)))
+    return mapped
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -74,7 +80,9 @@ def is_meta(model: nn.Module) -> bool:
 
 def independent_copy(model: nn.Module) -> nn.Module:
     """Deep-copy the model; raise a ValueError if the copy shares weights or modules with it."""
-    copied = copy.deepcopy(model)
+    attributes = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    computed = [value for value in attributes if not value.is_leaf]  # as torch.nn.utils.weight_norm keeps them
+    copied = copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
     own = {id(parameter) for parameter in model.parameters()}
     shared = next((name for name, parameter in copied.named_parameters() if id(parameter) in own), None)
     if shared is not None or copied.state_dict().keys() != model.state_dict().keys():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from scalelong.errors import unknown_name
 from scalelong.skips import hooks
 from scalelong.skips.hooks import FEATURES_KEY
-from scalelong.skips.long_skip import Argument, Call
+from scalelong.skips.long_skip import Argument, Call, same_type
 
 Pool = Literal["mean", "attention"]
 FEATURES_NAME = "feature_conditioning"  # attribute of the model, and prefix in its state dict
@@ -211,7 +211,7 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
     if isinstance(output, Tensor):
         return _add(output, change, conditioning.route)
     first = _add(_tensor_at(output), change, conditioning.route)
-    return type(output)([first, *output[1:]])
+    return same_type(output, [first, *output[1:]])
 
 
 def change_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

@@ -20,16 +20,16 @@ from scalelong.skips.example import is_meta, merge_example, restored_on_error, u
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import scaling_of
 from scalelong.skips.long_skip import Call, ChannelSlice, LongSkip, OutputChannels
-from scalelong.skips.tracing.nesting import SkipPath
+from scalelong.skips.tracing.hook_points import CHANNELWISE_LINEAR
+from scalelong.skips.tracing.paths import SkipPath
 from scalelong.skips.tracing.trace import Node, Trace
 from scalelong.skips.tracing.verify import Copies, run
 
-POSITIVELY_HOMOGENEOUS = frozenset({  # f(kappa x) = kappa f(x) for kappa > 0, channels stay apart and in order
-    *("mul", "__mul__", "__rmul__", "div", "__truediv__", "clone", "contiguous", "to", "type", "type_as", "float"),
-    *("half", "bfloat16", "double", "interpolate", "pad", "relu", "relu_", "leaky_relu", "leaky_relu_"),
-    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "permute", "transpose"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "movedim", "reshape", "view", "flatten", "neg", "detach"),
-})  # fmt: skip
+# f(kappa x) = kappa f(x) for kappa > 0, and channels stay apart and in order
+POSITIVELY_HOMOGENEOUS = CHANNELWISE_LINEAR.union(
+    ("relu", "relu_", "leaky_relu", "leaky_relu_", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d"),
+    ("avg_pool2d", "avg_pool3d", "permute", "transpose", "movedim", "reshape", "view", "flatten"),
+)
 CANCELS = frozenset({"group_norm", "instance_norm"})
 INPUT_DIM = {  # dimension of a layer's weight that its input channels index
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), 1),

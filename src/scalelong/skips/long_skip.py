@@ -6,7 +6,7 @@ module-level functions with their data in an attribute of the hooked module, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,11 @@ from scalelong.scaling.constant import Scaling, SkipSize
 Reach = Literal["full", "partial", "shortcut", "none", "unknown"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 ATTACHMENT = "_scalelong_attachment"  # attribute of a hooked module
+
+
+def same_type(given: Any, items: Iterable[Any]) -> Any:
+    """A tuple, list or named tuple like the given one, of these items."""
+    return getattr(type(given), "_make", type(given))(items)
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,12 @@ class Item:
     item: int
 
     def scale(self, call: Call, index: int, scaling: Scaling) -> Call:
-        items = list(self.argument.get(call))
-        if items[self.item] is None:
+        given = self.argument.get(call)
+        if given is None or given[self.item] is None:
             return call
+        items = list(given)
         items[self.item] = scaling(index, items[self.item])
-        return self.argument.put(call, type(self.argument.get(call))(items))
+        return self.argument.put(call, same_type(given, items))
 
 
 @dataclass(frozen=True)

@@ -187,16 +187,23 @@ def check_adapter(model: nn.Module, stored: Mapping[str, Any] | None, where: str
         logger.warning("%s: it was trained without a scaling, the model has %s", where, scaling_of(model).config)
     if stored is None or (own is not None and dict(stored) == own):
         return
-    theirs = f"it was trained on a model with {ScalingConfig.from_json(stored)} on {stored['num_skips']} skips"
+    theirs = f"it was trained on a model with {_described(stored)} on {stored['num_skips']} skips"
     if own is None:
-        options = "".join(
-            f", {key}={value!r}" for key, value in stored["options"].items() if value not in (None, False)
+        config = ScalingConfig.from_json(stored)
+        arguments = ", ".join(["model", f'"{config.method}"', *filter(None, [config.arguments]), *_where(stored)])
+        raise ValueError(
+            f"{where}: {theirs}, this {type(model).__name__} has none; call scalelong.apply({arguments}) first"
         )
-        remedy = f'call scalelong.apply(model, "{stored["method"]}"{options}) first'
-        raise ValueError(f"{where}: {theirs}, this {type(model).__name__} has none; {remedy}")
-    raise ValueError(
-        f"{where}: {theirs}, this one has {scaling_of(model).config}; apply the scaling it was trained with"
-    )
+    raise ValueError(f"{where}: {theirs}, this one has {_described(own)}; apply the scaling it was trained with")
+
+
+def _described(stored: Mapping[str, Any]) -> str:
+    return ", ".join([str(ScalingConfig.from_json(stored)), *_where(stored)])
+
+
+def _where(stored: Mapping[str, Any]) -> list[str]:
+    """The arguments of `apply` that say where a stored scaling acts."""
+    return [f"{key}={stored[key]!r}" for key in ("placement", "skips") if key in stored]
 
 
 def _warn_of_lost_gates(model: nn.Module) -> None:

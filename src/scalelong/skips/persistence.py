@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scalelong.errors import CheckpointError
 from scalelong.files import atomic_write, file_digest, naming_damage, read_json
-from scalelong.skips.example import restored_on_error, unchanged_on_error
+from scalelong.skips.example import is_meta, restored_on_error, unchanged_on_error
 from scalelong.skips.feature_conditioning import FEATURES_NAME
 from scalelong.skips.hooks import CONFIG_KEY, DIFFUSERS, STORED_KEYS, root_name, write_config
 from scalelong.skips.patches import plain_loading
@@ -67,6 +67,10 @@ def load(model: Model, folder: str | Path, example: Any = None) -> Model:
     cs(kappa=0.6)
     """
     folder = Path(folder)
+    if is_meta(model):
+        raise ValueError(
+            'model: it is on the meta device, which holds no weights; call model.to_empty(device="cpu") first'
+        )
     for name in (WEIGHTS_NAME, SCALING_NAME):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: not found; folders written by scalelong.save contain it")

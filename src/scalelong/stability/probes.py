@@ -22,8 +22,8 @@ from scalelong.skips.example import as_call, independent_copy, tensors_in, uncom
 from scalelong.skips.families import has_known_stages, stages
 from scalelong.skips.hooks import detach, is_scaled, scaling_of
 from scalelong.skips.long_skip import Call
-from scalelong.skips.tracing.hook_points import detect, made_names
-from scalelong.skips.tracing.nesting import SkipPath
+from scalelong.skips.tracing.detect import detect, made_names
+from scalelong.skips.tracing.paths import SkipPath
 from scalelong.skips.tracing.trace import Trace
 from scalelong.training.ranks import is_main_rank
 

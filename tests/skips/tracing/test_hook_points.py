@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scalelong
-from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, LongSkip
-from scalelong.skips.tracing.hook_points import detect
+from scalelong.skips.long_skip import Argument, ChannelSlice, Fused, Item, LongSkip
+from scalelong.skips.tracing.detect import detect
 from tests.families import FAMILIES, Family, assert_close, assert_same_weights, build
 from tests.packages import Packaged, monai_networks, tried
 from tests.standins import FOUND, NEGATIVE, REFUSED, AdditiveUNet, SkipEncoder, StandIn, image, randn
@@ -174,6 +175,45 @@ def test_a_skip_by_position_is_an_argument() -> None:
     skips = scalelong.find_skips(TokenUViT(), randn(2, 3, 8, 8), torch.tensor([3.0, 500.0]))
     assert [skip.slot for skip in skips] == [Argument(1, "skip")] * 3
     assert [(skip.size.tokens, skip.size.channels_last) for skip in skips] == [(17, True)] * 3
+
+
+class States(NamedTuple):
+    hidden: torch.Tensor
+    skip: torch.Tensor
+
+
+class TakesSequence(AdditiveUNet):
+    """Its decoder blocks take their input and their skip in one argument."""
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, states: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return self.conv(states[0] + states[1]).relu()
+
+    def __init__(self, kind: type[tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.up, self.kind = nn.ModuleList(self.Up() for _ in range(3)), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        x = self.mid(x)
+        for block in self.up:
+            x = block(States(x, kept.pop()) if self.kind is States else self.kind([x, kept.pop()]))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, States])
+def test_a_skip_may_be_an_item_of_a_sequence(kind: type[tuple[torch.Tensor, ...]]) -> None:
+    model = TakesSequence(kind)
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=image())
+    assert [skip.slot for skip in handle.skips] == [Item(Argument(0, "states"), -1)] * 3
+    assert all(check.effect > 1e-8 for check in scalelong.verify(model, example=image()).checks)
 
 
 @pytest.mark.slow

@@ -127,6 +127,46 @@ def test_a_skip_around_nothing_is_refused_and_the_others_can_be_named() -> None:
     assert handle.coefficients() == [1, 0.7]
 
 
+class Halves(nn.Module):
+    """An encoder and a decoder with the middle; the encoder returns the output of its last block."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(conv(width, 8), nn.SiLU()) for width in (3, 8, 8))
+
+        def forward(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+            for level, block in enumerate(self.blocks):
+                kept[level] = x = block(x)
+            return x
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mid, self.blocks = conv(8, 8), nn.ModuleList(conv(16, 8) for _ in range(3))
+
+        def forward(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
+            x = self.mid(x)
+            for level in (2, 1, 0):
+                x = self.blocks[level](torch.cat([x, kept[level]], dim=1)).tanh()
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = self.Encoder(), self.Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: dict[int, Tensor] = {}
+        return self.decoder(self.encoder(x, kept), kept)
+
+
+@pytest.mark.parametrize("last", ["encoder", "encoder.blocks.2", "encoder.blocks.2.1", "encoder.blocks.2.0"])
+def test_every_module_that_returns_a_skip_names_it(last: str) -> None:
+    model, outer = Halves(), [(f"encoder.blocks.{level}", f"decoder.blocks.{level}") for level in (0, 1)]
+    handle = scalelong.apply(model, "cs", kappa=0.5, example=image(), skips=[*outer, (last, "decoder.blocks.2")])
+    assert [skip.consumer for skip in handle.skips] == [f"decoder.blocks.{level}" for level in range(3)]
+
+
 def test_blocks_whose_classes_are_made_one_by_one_are_of_one_sort() -> None:
     """As a-unet's: with classes taken for different ones, the input was left unscaled without a word."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from torch import nn
 
 import scalelong
@@ -199,6 +200,14 @@ def test_a_model_without_scaling_or_without_values_is_refused() -> None:
     scalelong.apply(model, "cs")
     with pytest.raises(ValueError, match="no values to check"):
         scalelong.verify(model, example=FAMILIES[0].inputs())
+
+
+def test_a_known_model_whose_skips_cannot_be_traced_is_not_verified() -> None:
+    blocks = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    model = UNet2DModel(sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, mid_block_type=None, **blocks)
+    scalelong.apply(model, "cs")
+    with pytest.raises(VerificationError, match=r"its skips cannot be checked: .*joins its input with itself"):
+        scalelong.verify(model)
 
 
 def test_the_report_names_every_skip() -> None:

@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from torch import nn
-
-from scalelong.errors import did_you_mean
-from scalelong.scaling.constant import SkipSize
-from scalelong.skips.long_skip import Argument, Call, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot, as_nests
-from scalelong.skips.tracing.nesting import (
-    NoLongSkipsError,
-    SkipPath,
-    find_long_skips,
-    merge_repeats,
-    paths_to,
-    refusal,
-)
-from scalelong.skips.tracing.trace import INPUT, ModuleCall, Trace, trace
+from scalelong.skips.long_skip import Argument, ChannelSlice, HookPoints, LongSkip, OutputChannels, Slot
+from scalelong.skips.tracing.paths import SkipPath, refusal
+from scalelong.skips.tracing.trace import ModuleCall, Trace
 
 CHANNELWISE_LINEAR = frozenset({  # linear and channelwise: a scaled slice stays a scaled slice
     *("mul", "__mul__", "__rmul__", "div", "__truediv__", "neg", "__neg__", "clone", "contiguous", "to", "type"),
@@ -36,96 +25,6 @@ LAYOUT = frozenset({
     *("__getitem__", "narrow", "chunk", "split", "unbind", "rearrange", "pixel_shuffle", "pixel_unshuffle"),
     *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool2d", "moveaxis", "swapaxes", "mean"),
 })  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Detection:
-    """A traced forward pass and its long skips, outermost first."""
-
-    trace: Trace
-    paths: list[SkipPath]
-
-    def skips(self) -> list[LongSkip]:
-        """The skips with their hook points; raises a `NoLongSkipsError` if one has none."""
-        found = []
-        for index, path in enumerate(self.paths, start=1):
-            call, slot, node, also = find_hook_point(self.trace, path)
-            made_in, used_in = _made_in(self.trace, path.source), _used_in(self.trace, path, call)
-            size = replace(_size(self.trace, path, node), nest=path.nest)
-            found.append(LongSkip(index, made_in, used_in, size, "unknown", call.name, slot, also))
-        return found
-
-    def operand_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each skip where it is joined."""
-        return [self.trace.nodes[path.nodes[-1]].shape for path in self.paths]
-
-
-Names = tuple[str, str]  # made_in, used_in
-
-
-def detect(model: nn.Module, call: Call, given: Sequence[Sequence[Names]] = ()) -> Detection:
-    """Run the model once on the example and find its long skips, or those given per U.
-
-    The model and all random states are left unchanged.
-    """
-    traced = trace(model, call)
-    return Detection(traced, _named_paths(traced, given) if given else find_long_skips(traced))
-
-
-def _named_paths(trace: Trace, given: Sequence[Sequence[Names]]) -> list[SkipPath]:
-    """The paths between the named modules, numbered as given."""
-    paths = merge_repeats(trace, [path for node in trace.nodes for path in paths_to(trace, node)])
-    inside = {path: _receivers(trace, path) for path in paths}
-    found = []
-    for number, nest in enumerate(given, start=1):
-        for made_in, used_in in nest:
-            made = [path for path in paths if made_in in made_names(trace, path.source)]
-            fits = [path for path in made if used_in in inside[path]]
-            around = [path for path in made if used_in in _around(trace, path)]
-            if len(fits or around) != 1:
-                known = [(made_names(trace, path.source)[-1], inside[path][0]) for path in paths]
-                raise _unknown_skip((made_in, used_in), known, len(fits))
-            found.append(replace((fits or around)[0], nest=number))
-    return found
-
-
-def _receivers(trace: Trace, path: SkipPath) -> list[str]:
-    """The modules that receive the joined tensor, and the one that joins it."""
-    calls = [call.name for call in trace.calls if any(node == path.join for _, node in call.inputs)]
-    return [*calls, trace.module_name(path.join)]
-
-
-def _around(trace: Trace, path: SkipPath) -> list[str]:
-    return [trace.calls[index].name for index in trace.stack(trace.nodes[path.join].call)]
-
-
-def _unknown_skip(names: Names, known: Sequence[Names], matches: int) -> ValueError:
-    arrows = [f"{made_in} -> {used_in}" for made_in, used_in in known]
-    wrong = f"{matches} skips are" if matches else "no skip is"
-    hint = did_you_mean(" -> ".join(names), arrows)
-    listed = ", ".join(dict.fromkeys(arrows))
-    return ValueError(f"skips: {wrong} made in {names[0]!r} and used in {names[1]!r}; {hint}the model has {listed}")
-
-
-def choose(known: Sequence[LongSkip], given: Sequence[Sequence[Names]]) -> list[LongSkip]:
-    """Select the given skips per U from the known ones, numbered as given."""
-    by_names = {(skip.made_in, skip.used_in): skip for skip in known}
-    found: list[LongSkip] = []
-    for number, nest in enumerate(given, start=1):
-        for names in nest:
-            if names not in by_names:
-                raise _unknown_skip(names, list(by_names), 0)
-            skip = by_names[names]
-            found.append(replace(skip, index=len(found) + 1, size=replace(skip.size, nest=number), given=True))
-    return found
-
-
-def detect_all(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> Detection:
-    """Like `detect`, but raise unless the number of skips matches the known one."""
-    found = detect(model, call, as_nests(skips) if any(skip.given for skip in skips) else ())
-    if len(found.paths) != len(skips):
-        raise NoLongSkipsError(f"model: {len(skips)} skips are known, {len(found.paths)} are found in a forward pass")
-    return found
 
 
 class HookPoint(NamedTuple):
@@ -242,22 +141,21 @@ def holding_both(trace: Trace, path: SkipPath, skip: LongSkip, method: str) -> L
     return replace(skip, consumer=point.call.name, slot=point.slot, also=point.also)
 
 
-def after_norm(model: nn.Module, skips: Sequence[LongSkip], call: Call) -> list[LongSkip]:
+def after_norm(trace: Trace, paths: Sequence[SkipPath], skips: Sequence[LongSkip]) -> list[LongSkip]:
     """placement="after_norm": hook the output of a GroupNorm that would cancel kappa, and the input of the shortcut."""
-    found, moved = detect_all(model, skips, call), list(skips)
-    for at, (path, skip) in enumerate(zip(found.paths, skips, strict=True)):
-        uses = [found.trace.nodes[child].name for child in found.trace.children[path.join]]
+    moved = list(skips)
+    for at, (path, skip) in enumerate(zip(paths, skips, strict=True)):
+        uses = [trace.nodes[child].name for child in trace.children[path.join]]
         if "group_norm" not in uses:
             continue
-        points = tuple(_points_behind_norm(found.trace, path)) if path.op.dim == 1 and not path.earlier else ()
+        points = tuple(_points_behind_norm(trace, path)) if path.op.dim == 1 and not path.earlier else ()
         if len(points) != len(uses):
             where = f"skip {skip.index} ({skip.made_in} -> {skip.used_in}) is used by {uses}"
             needs = "'after_norm' needs a GroupNorm module and a shortcut module, each called once"
             raise ValueError(f"placement: {where}; {needs}; use placement='before'")
         moved[at] = replace(skip, reach="full", after_norm=points)
     if moved == list(skips):
-        name = type(model).__name__
-        raise ValueError(f"placement: no skip of this {name} is followed by a GroupNorm; use placement='before'")
+        raise ValueError(f"placement: no skip of this {trace.model} is followed by a GroupNorm; use placement='before'")
     return moved
 
 
@@ -273,50 +171,3 @@ def _points_behind_norm(trace: Trace, path: SkipPath) -> Iterator[tuple[str, Slo
             yield call.name, OutputChannels(start, size)
         elif use.weight and isinstance(slot, Argument):
             yield call.name, ChannelSlice(slot, start, size, 1, sum(path.op.sizes))
-
-
-def _made_in(trace: Trace, node: int) -> str:
-    """The outermost module whose only output is the node, else the one whose forward computes it."""
-    around = [trace.calls[index] for index in trace.stack(trace.nodes[node].call)]
-    giving = [call for call in around if call.returned == {node} and call.parent >= 0]
-    return INPUT if trace.nodes[node].name == INPUT else next((call.name for call in giving + around[::-1]), "")
-
-
-def made_names(trace: Trace, node: int) -> list[str]:
-    """Names of the source of a skip; last, the module whose output is only activated or reshaped by its caller."""
-    names, at = [_made_in(trace, node), trace.module_name(node)], trace.nodes[node]
-    while len(at.parents) == 1 and at.weight is None:
-        at = trace.nodes[at.parents[0]]
-    return [*names, _made_in(trace, at.index)]
-
-
-def _used_in(trace: Trace, path: SkipPath, consumer: ModuleCall) -> str:
-    """The module inside the consumer that receives the joined tensor, else the consumer."""
-    inside = (call for call in trace.calls[consumer.index + 1 :] if call.start < consumer.end)
-    return next((call.name for call in inside if any(node == path.join for _, node in call.inputs)), consumer.name)
-
-
-def _size(trace: Trace, path: SkipPath, node: int) -> SkipSize:
-    shape = trace.nodes[node].shape
-    last = _channels_last(trace, path, len(shape))
-    if not last or len(shape) != 3:
-        return SkipSize(shape[-1] if last else shape[1], channels_last=last)
-    given = [node.shape for node in trace.nodes if node.name == INPUT and node.shape]
-    one_each = [each[0] for each in given if len(each) == 1 and each[0] > 1]  # times or labels
-    batch_size = next(iter([*one_each, *(each[0] for each in given)]), 0)
-    batch_dim = int(shape[0] != shape[1] == batch_size)
-    return SkipSize(shape[-1], shape[1 - batch_dim], channels_last=True, batch_dim=batch_dim)
-
-
-def _channels_last(trace: Trace, path: SkipPath, ndim: int) -> bool:
-    """Channel layout from the concatenation, or else from the first layer after the join (linear: channels last)."""
-    if ndim == 2:
-        return False  # (B, C)
-    if path.op.dim is not None and (path.op.dim != 1 or ndim > 3):
-        return path.op.dim == ndim - 1
-    seen = [path.join]
-    for node in seen:
-        if trace.nodes[node].weight:
-            return not trace.nodes[node].name.startswith("conv")
-        seen += [child for child in trace.children[node] if child not in seen]
-    return False

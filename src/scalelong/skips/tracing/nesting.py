@@ -10,79 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from scalelong.errors import NoLongSkipsError as NoLongSkipsError
-from scalelong.skips.tracing.trace import Join, Node, Trace
-
-MAX_WEIGHTS_ON_A_SKIP = 3  # a skip may be projected, but not pass through a network
-BROADCASTS = frozenset({"expand", "expand_as", "repeat", "broadcast_to", "tile"})
-
-
-def refusal(trace: Trace, reason: str) -> NoLongSkipsError:
-    return NoLongSkipsError(f"model: this {trace.model} cannot be scaled: {reason}")
-
-
-@dataclass(frozen=True)
-class SkipPath:
-    """A path around part of the main path; all numbers are nodes of the trace."""
-
-    source: int  # where it leaves the main path
-    nodes: tuple[int, ...]  # from the source to the operand, both included
-    position: int  # which operand of the join it is
-    join: int  # where it joins the main path
-    op: Join
-    owner: int  # the innermost module call that contains the whole path, -1 if none does
-    around_one_module: bool  # join(x, f(x)) with a single module f
-    nest: int = 1  # index of its U
-    earlier: tuple[SkipPath, ...] = ()  # earlier joins of the same source, by earlier calls of the same module
-
-
-def paths_to(trace: Trace, node: Node) -> Iterator[SkipPath]:
-    """The paths that a node joins with the main path; paths from the network's input have a source of depth 0."""
-    if node.join is None:
-        return
-    operands = [(position, operand) for position, operand in enumerate(node.join.operands) if operand is not None]
-    main = max((operand for _, operand in operands), key=lambda operand: trace.depth[operand], default=-1)
-    for position, operand in operands:
-        nodes = _nodes_between(trace, operand, main) if operand != main else None
-        if nodes is None:
-            continue
-        weights = _count_weights(trace, nodes)
-        between = trace.weights_between(nodes[0], main, at_most=weights + 1)
-        if weights > MAX_WEIGHTS_ON_A_SKIP or between < max(weights, 1):
-            continue  # a branch rather than a skip
-        if node.join.kind != "cat" and node.name != "addmm" and trace.nodes[operand].shape != node.shape:
-            continue  # broadcast over the main path: a condition
-        owner, single = _owner(trace, nodes[0], main, node.index)
-        yield SkipPath(nodes[0], nodes, position, node.index, node.join, owner, single)
-
-
-def _nodes_between(trace: Trace, operand: int, main: int) -> tuple[int, ...] | None:
-    """The nodes from the last one that `main` depends on to the operand; None if the operand has other sources."""
-    nodes = [operand]
-    while not trace.leads_to(nodes[-1], main):
-        node = trace.nodes[nodes[-1]]
-        if len(node.parents) != 1 or node.name in BROADCASTS:
-            return None
-        nodes.append(node.parents[0])
-    return tuple(reversed(nodes))
-
-
-def _count_weights(trace: Trace, nodes: tuple[int, ...]) -> int:
-    return sum(trace.nodes[node].weight is not None for node in nodes[1:])
-
-
-def _owner(trace: Trace, source: int, main: int, join: int) -> tuple[int, bool]:
-    """The innermost call that contains the path, and whether it computes the main path in one call and joins it itself."""
-    first = min(child for child in trace.children[source] if trace.leads_to(child, main))
-    around, path = trace.stack(trace.nodes[join].call), trace.stack(trace.nodes[first].call)
-    shared = [a for a, b in zip(around, path, strict=False) if a == b]
-    inner = path[len(shared)] if len(path) > len(shared) else None
-    single = around == shared and inner is not None and trace.calls[inner].holds(main)
-    return shared[-1] if shared else -1, single
-
+from scalelong.skips.tracing.paths import SkipPath, count_weights, merge_repeats, paths_to, refusal
+from scalelong.skips.tracing.trace import Trace
 
 _NAME_THEM = "name those to scale, apply(..., skips=...)"
 Nest = tuple[list[SkipPath], str | None]  # skips of one or several Us, outermost first; why they cannot be scaled
@@ -105,7 +37,8 @@ def find_long_skips(trace: Trace) -> list[SkipPath]:
         if twice := _joined_twice(trace, crowded):
             raise refusal(trace, f"its skips cannot be scaled one by one: {twice}")
         detail = f", or several at once, as in {trace.module_name(crowded[0][0].join)}" if crowded else ""
-        raise refusal(trace, f"it has no long skip connections: tensors are joined only within one block{detail}")
+        within = f"tensors are joined (by cat, add or lerp) only within one block{detail}"
+        raise refusal(trace, f"it has no long skip connections: {within}")
     tied = [(nest, trouble) for nest, trouble in nests if len(nest) == longest]
     clean = [nest for nest, trouble in tied if trouble is None]
     if not clean:
@@ -178,7 +111,7 @@ def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
         return sorted(group, key=lambda path: -path.join), None
     uses = Counter(path.source for path in group)
     # what many layers project for themselves may be a condition
-    plain = [path for path in group if uses[path.source] == 1 or not _count_weights(trace, path.nodes)]
+    plain = [path for path in group if uses[path.source] == 1 or not count_weights(trace, path.nodes)]
     nests = _split(trace, plain) or _split(trace, group)
     longest = max((nest for nest, _ in nests), key=len, default=[])
     if not longest or (len(longest) == 1 and (len(group) > 1 or _is_block(trace, longest[0]))):
@@ -189,7 +122,7 @@ def _nest_of(trace: Trace, group: list[SkipPath]) -> Nest:
     numbered = [replace(path, nest=number) for number, nest in enumerate(found, start=1) for path in nest]
     for path in group:  # a condition that is made before the first skip does not count
         again = uses[path.source] > 1 and not any(_same_path(path, each) for each in numbered)
-        if again and (path.source > longest[0].source or not _count_weights(trace, path.nodes)):
+        if again and (path.source > longest[0].source or not count_weights(trace, path.nodes)):
             return longest, f"the output of {trace.module_name(path.source)} is joined more than once"
     left = [path for _, rest in nests for path in rest] + [n[0] for n, _ in nests if len(n) == 1 and n is not longest]
     if not left:
@@ -236,19 +169,6 @@ def longest_nest(trace: Trace, paths: Sequence[SkipPath]) -> list[SkipPath]:
         outer = [best[k] for k in range(at) if encloses(trace, ordered[k], path)]
         best.append([*max(outer, key=len, default=[]), path])
     return max(best, key=len, default=[])
-
-
-def merge_repeats(trace: Trace, group: list[SkipPath]) -> list[SkipPath]:
-    """Merge repeated calls of a module with the same skip into one skip."""
-    merged = []
-    for source in dict.fromkeys(path.source for path in group):
-        same = sorted((path for path in group if path.source == source), key=lambda path: path.join)
-        calls = [trace.nodes[path.join].call for path in same]
-        modules = {trace.calls[call].module for call in calls if call >= 0}
-        if len(same) > 1 and len(modules) == 1 and len(set(calls)) == len(same):
-            same = [replace(same[-1], earlier=tuple(same[:-1]))]
-        merged += same
-    return merged
 
 
 def _is_stack(trace: Trace, group: Sequence[SkipPath]) -> bool:

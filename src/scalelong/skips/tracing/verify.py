@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from scalelong.errors import NoLongSkipsError
-from scalelong.errors import VerificationError as VerificationError
+from scalelong.errors import NoLongSkipsError, VerificationError
 from scalelong.scaling.constant import ConstantScaling
 from scalelong.skips.example import (
     independent_copy,
@@ -40,8 +39,8 @@ from scalelong.skips.example import (
 from scalelong.skips.families import generated_example
 from scalelong.skips.hooks import attached_skips, detach, replace_scaling, root_name, scaling_of
 from scalelong.skips.long_skip import Call, LongSkip, Reach
-from scalelong.skips.tracing.hook_points import detect_all
-from scalelong.skips.tracing.nesting import SkipPath
+from scalelong.skips.tracing.detect import detect_all
+from scalelong.skips.tracing.paths import SkipPath
 from scalelong.skips.tracing.trace import JOIN_OPS, CountingMode, Trace
 
 FACTOR = 0.5
@@ -136,7 +135,7 @@ class Copies:
         try:
             found = detect_all(self.plain, skips, self.call)
         except NoLongSkipsError as error:
-            raise VerificationError(f"verify: without its hooks, {error}; call scalelong.remove(model)") from None
+            raise VerificationError(f"verify: its skips cannot be checked: traced without hooks, {error}") from None
         self.trace, self.skips = found.trace, list(zip(skips, found.paths, strict=True))
 
 
