@@ -1,6 +1,7 @@
-"""The peers of the benchmarks: U-ViT as its public code has it, with a concatenation before each skip's linear layer.
+"""U-ViT without this library, the peer of the benchmarks: skips are concatenated, then projected, as in its public code.
 
-Nothing of the library is used here. `method` scales the skips as a user would by hand: none, cs (kappa 0.7) or ls.
+`method` scales the skips as a user would by hand: none, cs (kappa 0.7) or ls. `float_attention` converts queries, keys and
+values to float32 before attention, as the public code does; under autocast they are converted back.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, heads: int, skip: bool) -> None:
+    def __init__(self, dim: int, heads: int, skip: bool, float_attention: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.float_attention = heads, float_attention
         self.skip_linear = nn.Linear(2 * dim, dim) if skip else None
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
@@ -24,21 +25,25 @@ class Block(nn.Module):
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         if self.skip_linear is not None:
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.float() if self.float_attention else qkv
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class PlainUViT(nn.Module):
-    def __init__(self, shape: tuple[int, int, int], patch: int, dim: int, depth: int, heads: int, method: str) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], patch: int, dim: int, depth: int, heads: int, method: str,
+        float_attention: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         channels, size, _ = shape
         self.patch, self.dim, self.method, self.side = patch, dim, method, size // patch
         self.embed = nn.Conv2d(channels, dim, patch, patch)
         self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + self.side**2, dim))
-        self.in_blocks = nn.ModuleList(Block(dim, heads, False) for _ in range(depth // 2))
-        self.mid_block = Block(dim, heads, False)
-        self.out_blocks = nn.ModuleList(Block(dim, heads, True) for _ in range(depth // 2))
+        self.in_blocks = nn.ModuleList(Block(dim, heads, False, float_attention) for _ in range(depth // 2))
+        self.mid_block = Block(dim, heads, False, float_attention)
+        self.out_blocks = nn.ModuleList(Block(dim, heads, True, float_attention) for _ in range(depth // 2))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * patch**2)
         self.final = nn.Conv2d(channels, channels, 3, padding=1)
         tokens = 1 + self.side**2

@@ -3,7 +3,8 @@
     python benchmarks/step.py --out benchmarks/results/step.json           # U-ViT-S/2 on a GPU
     python benchmarks/step.py --cpu --out benchmarks/results/step_cpu.json  # the demo's network on one thread
 
-recipe   eager fp16 autocast with a loss scaler, concatenation and linear layer, AdamW, an average per parameter
+recipe   eager fp16 autocast with a loss scaler, concatenation and linear layer, attention on converted float32, AdamW, an
+         average per parameter: what U-ViT's public code does
 loop     bf16, torch.compile with CUDA graphs, fused AdamW, foreach average: the same network, nothing else in the step
 unet     diffusers' UNet2DModel as its example for unconditional images trains it, in fp16
 trainer  `scalelong.training.Trainer` as `scalelong train` runs it: data, times, noise, guard, average, records
@@ -78,14 +79,16 @@ def config_of(method: str, batch: int, mode: str, on_gpu: bool, model: str = "uv
     return dataclasses.replace(preset, training=training, data=data, scaling=scaling)
 
 
-def plain_model(config: RunConfig, shape: tuple[int, int, int], method: str) -> PlainUViT:
+def plain_model(
+    config: RunConfig, shape: tuple[int, int, int], method: str, float_attention: bool = False
+) -> PlainUViT:
     torch.manual_seed(0)
     model = config.model
-    return PlainUViT(shape, model.patch_size, model.dim, model.depth, model.heads, method)
+    return PlainUViT(shape, model.patch_size, model.dim, model.depth, model.heads, method, float_attention)
 
 
 def recipe(model: nn.Module, images: Tensor) -> Step:
-    """Eager, fp16 with a scaler on a GPU, one multiply-add per parameter for the average."""
+    """Eager, fp16 with a scaler on a GPU, three kernels per parameter for the average."""
     on_gpu = images.is_cuda
     average = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.99, 0.999), weight_decay=0.03)
@@ -102,7 +105,7 @@ def recipe(model: nn.Module, images: Tensor) -> Step:
         scaler.update()
         with torch.no_grad():
             for mean, parameter in zip(average, model.parameters(), strict=True):
-                mean.mul_(0.9999).add_(parameter, alpha=1e-4)
+                mean.mul_(0.9999).add_(1e-4 * parameter)
 
     return step
 
@@ -269,7 +272,7 @@ def measure_on_a_gpu(command: Benchmark) -> dict[str, Any]:
         if case.startswith("unet"):
             step = diffusers_example(images)
         else:
-            model = plain_model(config_of("none", batch, "off", True), SHAPE, method).to(device)
+            model = plain_model(config_of("none", batch, "off", True), SHAPE, method, case == "recipe").to(device)
             step = {"recipe": recipe, "loop": loop}[case](model, images)
         times = windows([step], device, *timing, wait_for_turn)[0]
         if profile:
