@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 -m tests.survival_ranks ddp found.json
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.ranks import leave
 from tests.survival import Subject, subjects
 
 
@@ -84,8 +84,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         merged = {name: everyone[0][name] or everyone[1][name] for name in found}
         path.write_text(json.dumps(merged))
-    gc.collect()  # DDP goes before its group, or it may wait for gloo's threads for ever
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from scalelong import EMA, mup
 from scalelong.backbones import fused
 from scalelong.parametrization.attach import INPUT, OUTPUT, STAMP
 from tests.parametrization.networks import INPUTS, dit, meta, mlp, parametrized, uvit
+from tests.ranks import leave
 
 PAIR = {"x": torch.linspace(-1, 1, 384).view(2, 3, 8, 8), "time": torch.tensor([10.0, 500.0])}  # the same on all ranks
 
@@ -103,7 +104,7 @@ def _rank(rank: int, folder: str) -> None:
         if wrapper == "fsdp":
             assert mup.roles(wrapped) == mup.roles(alone)
         torch.testing.assert_close(wrapped(**PAIR), alone(**PAIR), rtol=1e-3, atol=1e-4)
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 import scalelong
 from scalelong.backbones import UViT, UViTConfig
+from tests.ranks import leave
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
@@ -40,9 +42,7 @@ for (name, parameter), (_, other) in zip(model.named_parameters(), alone.named_p
     gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
     torch.testing.assert_close(gradient, other.grad, rtol=1e-4, atol=1e-7, msg=name)
 print("equal")
-dist.barrier()  # no rank leaves while the other still talks to it
-del wrapped, model, output, parameter  # DDP goes before its group, or it may wait for gloo's threads for ever
-dist.destroy_process_group()
+leave()
 """
 
 
@@ -53,8 +53,8 @@ def test_two_ranks_equal_one_process(wrapper: str, method: str, tmp_path) -> Non
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launch, tmp_path / "script.py", method, wrapper],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        [*launch, tmp_path / "script.py", method, wrapper], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("equal") == 2  # the two lines may run into each other

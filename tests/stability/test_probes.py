@@ -212,6 +212,7 @@ def test_compiled_training_gives_the_same_records_and_compiles_once(form: str, t
 RANKS = """
 import json, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from tests.ranks import leave
 from tests.stability.test_probes import BATCH, OscillationProbe, uvit
 dist.init_process_group("gloo")
 model, rank = DistributedDataParallel(uvit()), dist.get_rank()
@@ -222,8 +223,7 @@ for _ in range(4):
     optimizer.step()
     probe.step()
     optimizer.zero_grad()
-del model, optimizer, probe  # DDP goes before its group, or it may wait for gloo's threads for ever
-dist.destroy_process_group()
+leave()
 """
 
 
