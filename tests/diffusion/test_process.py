@@ -120,6 +120,7 @@ def test_the_ends_of_u_are_usable_times(name):
     for value in (alpha, sigma, process.network_time(t), process.input_scale(t)):
         assert torch.isfinite(value).all()
     assert torch.equal(process.marginal(t.sort().values)[1], sigma)  # still in order
+    assert (alpha > 0).all()
 
 
 def test_what_the_network_is_fed():

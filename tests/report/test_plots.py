@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from PIL import Image
 
 from scalelong.report import compare_runs, read_runs
@@ -59,6 +60,17 @@ def test_runs_are_pictured_by_method(tmp_path) -> None:
         write_run(tmp_path / f"b{seed}", "cs", seed, norms=[1.0, 2.0], kappa=[1.0, 0.7])
     plot_seeds(compare_runs(read_runs([tmp_path])[0]), tmp_path / "curves.png")
     assert min(Image.open(tmp_path / "curves.png").size) > 300
+
+
+def test_losses_are_compared_by_seed(tmp_path, monkeypatch) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", "none", seed, losses=[1.0 + seed] * 4)
+    write_run(tmp_path / "b1", "cs", 1, losses=[1.0] * 4)
+    drawn: list[Axes] = []
+    monkeypatch.setattr("scalelong.report.plots.save_figure", lambda figure, _path: drawn.extend(figure.axes))
+    plot_seeds(compare_runs(read_runs([tmp_path])[0]), tmp_path / "curves.png")
+    lines = {line.get_label(): list(line.get_ydata()) for line in drawn[1].get_lines()}
+    assert lines["cs 0.7"] == pytest.approx([-50.0] * 4)
 
 
 def test_small_images_become_large_ones_in_labelled_rows(tmp_path) -> None:

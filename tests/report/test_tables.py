@@ -166,6 +166,13 @@ def test_a_sound_comparison_needs_no_notes(tmp_path: Path) -> None:
     assert notes(compare(tmp_path)) == []
 
 
+def test_settings_that_differ_besides_the_scaling_are_noted(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none")
+    write_run(tmp_path / "b", "cs", optimizer_lr=2e-3, training_batch_size=16)
+    (note,) = notes(compare(tmp_path))
+    assert "the methods differ in optimizer.lr and training.batch_size, which may explain" in note
+
+
 def test_different_data_of_one_name_are_named_by_fingerprint(tmp_path: Path) -> None:
     write_run(tmp_path / "a", data="0123456789")
     write_run(tmp_path / "b", "cs", data="012345abcd")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -39,10 +40,12 @@ def command(folder: Path, ranks: int, launcher: str = "torchrun") -> list[str]:
     return [sys.executable, *launch, *verb]
 
 
-def start(folder: Path, ranks: int = 1, launcher: str = "torchrun", **changes: object) -> subprocess.Popen[str]:
+def start(
+    folder: Path, ranks: int = 1, launcher: str = "torchrun", options: Sequence[str] = (), **changes: object
+) -> subprocess.Popen[str]:
     folder.with_suffix(".yaml").write_text(to_yaml(tiny(**changes)))
     return subprocess.Popen(
-        command(folder, ranks, launcher),
+        [*command(folder, ranks, launcher), *options],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from scalelong.training import load_run, train
+from scalelong.training import load_run, read_events, train
 from scalelong.training.build import check_config
 from tests.training.test_processes import finish, start
 from tests.training.tiny import assert_same_run, losses, newest, tiny
+
+
+def evaluations(folder: Path) -> list[float]:
+    return [record["value"] for record in read_events(folder)[0] if record["kind"] == "evaluation"]
 
 
 @pytest.mark.slow
@@ -17,13 +23,18 @@ from tests.training.tiny import assert_same_run, losses, newest, tiny
 def test_two_sharded_ranks_resume_bit_identically_and_agree_with_replicas(method, accumulate, tmp_path) -> None:
     changes = {"scaling_method": method, "training_accumulate": accumulate, "training_sample_every": 6}
     whole, parts, replicas = (tmp_path / name for name in ("whole", "parts", "replicas"))
-    running = [start(whole, 2, training_shard="full", **changes), start(replicas, 2, **changes)]
-    finish(start(parts, 2, training_shard="full", training_steps=6, **changes))
+    options = ["--evaluate-every", "3", "--evaluate-samples", "64", "--evaluate-extractor", "random-conv"]
+    running = [
+        start(whole, 2, options=options, training_shard="full", **changes),
+        start(replicas, 2, options=options, **changes),
+    ]
+    finish(start(parts, 2, options=options, training_shard="full", training_steps=6, **changes))
     for process in running:
         finish(process)
-    finish(start(parts, 2, training_shard="full", **changes))
+    finish(start(parts, 2, options=options, training_shard="full", **changes))
     assert_same_run(whole, parts)
     assert [loss for _, loss in losses(whole)] == pytest.approx([loss for _, loss in losses(replicas)], rel=1e-4)
+    assert evaluations(whole) == pytest.approx(evaluations(replicas), rel=0.01)  # of the average at that step
     for name in ("model", "ema", "optimizer"):
         first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (whole, replicas))
         assert first.keys() == second.keys()

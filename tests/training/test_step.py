@@ -86,6 +86,19 @@ def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
     assert {"decoder_pred.weight", "pos_embed", "patch_embed.proj.weight", "norm.weight"} < others
 
 
+def test_an_overflow_in_one_optimizer_stops_the_other() -> None:
+    config = tiny(optimizer_name="muon", training_precision="fp16")
+    model = build_model(config, (1, 8, 8))
+    stepper = Stepper(config, model, build_objective(config), torch.device("cpu"))
+    model.decoder_pred.bias.register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[union-attr]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scale = stepper.scaler.get_scale()
+    pending = stepper.compute(1, make_loader(load_source("digits"), 0).batches([torch.arange(8)]))
+    stepper.update(pending)
+    assert pending.read().overflow and stepper.scaler.get_scale() == scale / 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_a_gradient_that_is_not_finite_names_its_sample() -> None:
     config, device = tiny(), torch.device("cpu")
     model = build_model(config, (1, 8, 8))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from PIL import Image
 
 from scalelong.backbones import as_network
-from scalelong.data import to_float
+from scalelong.data import DataError, to_float
 from scalelong.report import compare_runs, write_report
 from scalelong.report.sentences import noise_bins
 from scalelong.runs.reader import read_run
@@ -54,6 +55,38 @@ def test_the_record_is_the_same_after_a_resume_and_reaches_the_report(tmp_path) 
     assert noise_bins(comparison)[0].startswith("cs 0.7: ")
     page = write_report(runs, tmp_path / "report.html").read_text()
     assert "Validation loss by noise" in page and noise_bins(comparison)[0].split(" ")[0] in page
+
+
+def test_bins_are_compared_at_the_last_common_step(tmp_path) -> None:
+    validated(tmp_path / "none", scaling_method="none")
+    validated(tmp_path / "cs", scaling_method="cs", training_steps=8)
+    runs = [read_run(tmp_path / name) for name in ("none", "cs")]
+    comparison = compare_runs(runs)
+    both = zip(runs[1].noise_bins(8), runs[0].noise_bins(8), strict=True)
+    assert comparison.noise_gaps(comparison.groups[1]) == pytest.approx([a / b - 1 for a, b in both])
+    records = tmp_path / "cs" / "metrics.jsonl"
+    lines = [
+        line for line in records.read_text().splitlines(True) if '"validation"' not in line or '"step": 8' not in line
+    ]
+    records.write_text("".join(lines))
+    runs[1] = read_run(tmp_path / "cs")
+    both = zip(runs[1].noise_bins(4), runs[0].noise_bins(4), strict=True)
+    comparison = compare_runs(runs)
+    assert comparison.noise_gaps(comparison.groups[1]) == pytest.approx([a / b - 1 for a, b in both])
+
+
+def test_a_split_with_other_classes_is_refused(tmp_path) -> None:
+    def folder(split: str, classes: list[str]) -> None:
+        for name in classes:
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / "data" / split / name / "0.png")
+
+    folder("train", ["ant", "bee", "cat"])
+    folder("test", ["ant", "cat"])
+    changes = {"data_name": f"folder:{tmp_path / 'data'}", "condition_kind": "class", "training_batch_size": 1}
+    trainer = Trainer(tiny(**changes), tmp_path / "run")
+    with pytest.raises(DataError, match="validate-split: 'test': class 1 is 'cat', in the training data 'bee'"):
+        ValidationObserver(trainer, "test", images=10)
 
 
 def test_bad_requests_are_refused(tmp_path) -> None:

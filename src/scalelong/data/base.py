@@ -121,6 +121,16 @@ class Source(ABC):
         self.read(item)
         return None
 
+    def require_same_classes(self, training: Source, what: str) -> None:
+        """Raise if a label means another class here than in the training data."""
+        known = training.class_names
+        for k, name in enumerate(self.class_names):
+            if k >= len(known) or known[k] != name:
+                there = repr(known[k]) if k < len(known) else "missing"
+                raise DataError(
+                    f"{what}: class {k} is {name!r}, in the training data {there}; give both the same classes"
+                )
+
     def set_labels(self, labels: Tensor, class_names: Sequence[str] = (), where: str = "") -> None:
         """Set labels and class names (default: numbers); raise for labels out of range."""
         self.labels = labels.to(torch.int64)

@@ -113,7 +113,7 @@ class Continuous(Process):
     start_time: ClassVar[float] = 1.0  # where sampling starts
 
     def time_from_uniform(self, u: Tensor) -> Tensor:
-        return u.float()
+        return u.clamp(max=1 - 2.0**-24).float()  # the largest float32 below 1; at 1, flow and cosine have no signal
 
     def network_time(self, t: Tensor) -> Tensor:
         return _real(t) * TIME_SCALE

@@ -316,11 +316,15 @@ def labelled_data(config: RunConfig) -> tuple[Labelled, Labelled]:
     """The training and test images of a run's data; without a test split, every fifth image is kept for the test."""
     data = config.data
     load = partial(load_source, data.name, image_size=data.image_size, root=data.root)
-    train = _all_images(load(split=data.split))
+    source = load(split=data.split)
+    train = _all_images(source)
     try:
-        return train, _all_images(load(split="test"))
+        unseen = load(split="test")
     except DataError:
         logger.info("%s has no test split: every fifth image is kept for the test", data.name)
+    else:
+        unseen.require_same_classes(source, "data.split: 'test'")
+        return train, _all_images(unseen)
     kept = torch.arange(len(train[0])) % 5 == 4
     return (train[0][~kept], train[1][~kept]), (train[0][kept], train[1][kept])
 

@@ -149,9 +149,16 @@ class Comparison:
         return steps, running_mean(steps, losses, self.window)
 
     def noise_gaps(self, group: Group) -> list[float]:
-        """Validation loss in each bin of noise against the baseline's, (a - b) / b of the means over seeds."""
-        both = [[bins for run in g.runs if (bins := run.noise_bins(self.horizon))] for g in (group, self.baseline)]
-        if not all(both) or not self.same_validation:
+        """Validation loss in each bin of noise against the baseline's, (a - b) / b of the means over seeds.
+
+        All are taken at the last step at which every validated run has a record.
+        """
+        validated = [set(steps) for run in self.runs if (steps := run.column("validation", "loss")[0])]
+        common = max(set.intersection(*validated), default=None) if validated else None
+        if common is None or not self.same_validation:
+            return []
+        both = [[bins for run in g.runs if (bins := run.noise_bins(common))] for g in (group, self.baseline)]
+        if not all(both):
             return []
         mine, theirs = ([sum(column) / len(column) for column in zip(*own, strict=True)] for own in both)
         return [a / b - 1 for a, b in zip(mine, theirs, strict=True)]
@@ -182,7 +189,7 @@ class Comparison:
         found = []
         for group in self.groups if comparable else ():
             if group is not self.baseline:
-                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in _paired(group, self.baseline)]
+                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in paired(group, self.baseline)]
                 if (one := speed_up(pairs)) is not None:
                     found.append((group, one))
         return found
@@ -272,7 +279,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     )
 
 
-def _paired(group: Group, other: Group) -> list[tuple[Run, Run]]:
+def paired(group: Group, other: Group) -> list[tuple[Run, Run]]:
     """Runs of equal seeds; where no seed is shared, in order."""
     by_seed = {run.seed: run for run in other.runs}
     same = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]

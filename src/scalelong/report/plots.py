@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from scalelong.files import atomic_write
 from scalelong.report.colours import PALETTE, assign
-from scalelong.report.compare import Comparison
+from scalelong.report.compare import Comparison, paired
 
 
 @dataclass(frozen=True)
@@ -150,20 +150,20 @@ def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, te
 
 
 def plot_seeds(comparison: Comparison, path: Path) -> None:
-    """Loss, loss relative to the baseline of the same seed, and coefficients; means over seeds within their range."""
+    """Loss, loss relative to the baseline (of the same seed if shared), and coefficients; means and ranges over seeds."""
     figure, (loss, gap, kappa) = panels(3)
-    base = [comparison.smoothed_loss(run) for run in comparison.baseline.runs]
     chosen = assign([group.runs[0].config.scaling.method for group in comparison.groups])
     for group, index in zip(comparison.groups, chosen, strict=True):
         style: dict[str, Any] = {"color": PALETTE[index][0], "label": group.label, "linewidth": 1.6}
         curves = [comparison.smoothed_loss(run) for run in group.runs]
         _band(loss, curves[0][0], [values for _, values in curves], style)
-        pairs = [(c[1], b[1]) for c, b in zip(curves, base, strict=False) if c[0] == b[0]]
-        _band(gap, curves[0][0], [[100 * (m / n - 1) for m, n in zip(*pair, strict=True)] for pair in pairs], style)
+        pairs = [[comparison.smoothed_loss(run) for run in pair] for pair in paired(group, comparison.baseline)]
+        gaps = [[100 * (a / b - 1) for a, b in zip(m, n, strict=True)] for (at, m), (other, n) in pairs if at == other]
+        _band(gap, curves[0][0], gaps, style)
         values = group.coefficients()
         kappa.plot(range(1, len(values) + 1), values, marker="o", markersize=4, **style)
     finish(loss, "Training loss (running mean)", "step", "", log="y")
-    finish(gap, f"Loss against {comparison.baseline.label}, same seed (%)", "step", "")
+    finish(gap, f"Loss against {comparison.baseline.label} (%)", "step", "")
     finish(kappa, "Coefficients of the long skips", "index i (1 = outermost)", "")
     save_figure(figure, path)
 

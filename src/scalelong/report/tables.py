@@ -16,7 +16,7 @@ from pathlib import Path
 from scalelong.files import write_text
 from scalelong.report import sentences, speedup
 from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
-from scalelong.report.groups import Group, seeds_text
+from scalelong.report.groups import Group, differing_settings, seeds_text
 from scalelong.report.numbers import (
     UNKNOWN,
     UNRESOLVED,
@@ -218,6 +218,8 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
     elif not comparison.same_loss:
         kinds = sorted({_objective(run) for run in runs})
         found.append(f"The runs minimize different losses ({joined(kinds)}): losses cannot be compared between them.")
+    if other := _other_settings(comparison):
+        found.append(f"Besides their scaling, the methods differ in {joined(other)}, which may explain differences.")
     if len(metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
         found.append(f"Quality was measured in {len(kinds)} ways that are not comparable: {joined(kinds)}.")
@@ -242,6 +244,12 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
                 f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
             )
     return found
+
+
+def _other_settings(comparison: Comparison) -> list[str]:
+    """The settings that differ between methods, without those of the methods themselves and those noted elsewhere."""
+    differing = differing_settings([group.config for group in comparison.groups])
+    return [key for key in differing if key.partition(".")[0] in ("model", "optimizer", "training", "condition")]
 
 
 def _objective(run: Run) -> str:

@@ -232,10 +232,10 @@ class Trainer:
         if step % training.checkpoint_every == 0 or last:
             self._save()
         if training.sample_every and (step % training.sample_every == 0 or last) and not self.stopping:
-            self.ema.gather()
+            trained = self.trained()
             if self.ranks.is_main_process:
                 options = {"seed": training.seed, "to_pixels": self.to_pixels, "progress": False}
-                images = self.trained().sample(self.config.sampling, self.condition, **options)
+                images = trained.sample(self.config.sampling, self.condition, **options)
                 save_grid(images, inside(self.folder, SAMPLES, f"{step_name(step)}.png"))
             self.ranks.barrier()
 
@@ -244,7 +244,8 @@ class Trainer:
             self._events.write(self.step, kind, values)
 
     def trained(self) -> TrainedRun:
-        """The EMA weights at this step."""
+        """The EMA weights at this step; a collective operation."""
+        self.ema.gather()
         about = (self.source.shape, self.step, self.condition.conditioning, self.source.fingerprint)
         return TrainedRun(self.folder, self.config, self.ema.model, self.objective, *about)
 

@@ -140,7 +140,8 @@ class Stepper:
         With AdamW alone and no limit this does not wait for the device.
         """
         if self.scaler.is_enabled():
-            if math.isinf(pending.limit) or pending.usable:  # the scaler detects non-finite values, not spikes
+            alone = len(self.optimizers) == 1 and math.isinf(pending.limit)
+            if alone or pending.usable:  # the scaler detects non-finite values, not spikes, and of each optimizer apart
                 for optimizer in self.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()

@@ -45,6 +45,8 @@ class ValidationObserver:
         if self.source.shape != trainer.source.shape:
             sizes = f"{self.source.shape}, those of {data.split!r} are {trainer.source.shape}"
             raise ValueError(f"validate-split: images of {split!r} are {sizes}; set data.image_size")
+        if trainer.condition.name == "class_labels":
+            self.source.require_same_classes(trainer.source, f"validate-split: {split!r}")
         self.condition = make_condition(trainer.config, self.source, trainer.device)
         count = min(images, len(self.source))
         self.index = torch.arange(count - count % NOISE_BINS)
