@@ -9,7 +9,7 @@ import torch
 
 import scalelong
 from tests.families import FAMILIES, assert_same_weights, build
-from tests.survival import SITUATIONS, Subject, limits, subjects
+from tests.compatibility import SITUATIONS, Subject, limits, subjects
 
 LIMITS = limits()
 

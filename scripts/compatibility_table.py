@@ -1,7 +1,7 @@
-"""Run every cell of families x situations and write the matrix into docs/survival.md.
+"""Run every model in every situation and write the table into docs/compatibility.md.
 
-python scripts/survival_matrix.py            # write, about ten minutes
-python scripts/survival_matrix.py --check    # fail if a cell is not as the page says, or the page has other rows
+python scripts/compatibility_table.py            # write, about ten minutes
+python scripts/compatibility_table.py --check    # fail if a cell is not as the page says, or the page has other rows
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.survival import SITUATIONS, Subject, limits, subjects  # noqa: E402
+from tests.compatibility import SITUATIONS, Subject, limits, subjects  # noqa: E402
 
-PAGE = ROOT / "docs" / "survival.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 START, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -36,7 +36,7 @@ def cell(subject: Subject, situation: str, notes: list[str]) -> str:
             notes.append(limit.reason)
         return f"[{notes.index(limit.reason) + 1}]"
     if limit is not None:
-        raise AssertionError(f"{subject.name}, {situation}: a limit is written down, but it comes through")
+        raise AssertionError(f"{subject.name}, {situation}: works, but a limit is listed")
     return "yes"
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     _, after = rest.split(END)
     new = f"{before}{START}\n{table()}\n{END}{after}"
     if "--check" in sys.argv and new != page:
-        sys.exit(f"{PAGE.name} is out of date: run python scripts/survival_matrix.py")
+        sys.exit(f"{PAGE.name} is out of date: run python scripts/compatibility_table.py")
     PAGE.write_text(new)
 
 

@@ -244,7 +244,7 @@ def _on_ranks(wrapper: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         done = subprocess.run(
-            [*launch, "-m", "tests.survival_ranks", wrapper, str(found)],
+            [*launch, "-m", "tests.compatibility_ranks", wrapper, str(found)],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
             cwd=Path(__file__).parents[1],
         )  # fmt: skip

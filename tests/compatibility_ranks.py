@@ -1,6 +1,6 @@
 """What runs on each of two ranks: every subject under DDP or FSDP2, against one process that sees both ranks' inputs.
 
-torchrun --nproc-per-node 2 -m tests.survival_ranks ddp found.json
+torchrun --nproc-per-node 2 -m tests.compatibility_ranks ddp found.json
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import leave
-from tests.survival import Subject, subjects
+from tests.compatibility import Subject, subjects
 
 
 def inputs_of(subject: Subject, rank: int) -> dict[str, Any]:
