@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import leave
 from tests.compatibility import Subject, subjects
+from tests.ranks import leave
 
 
 def inputs_of(subject: Subject, rank: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import scalelong
-from tests.families import FAMILIES, assert_same_weights, build
 from tests.compatibility import SITUATIONS, Subject, limits, subjects
+from tests.families import FAMILIES, assert_same_weights, build
 
 LIMITS = limits()
 
