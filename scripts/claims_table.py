@@ -16,9 +16,10 @@ from pathlib import Path
 
 from scalelong.report.speedup import Curve, describe, speed_up
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "study"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "experiments" / folder) for folder in ("study", "")]
 
 from plot import baselines
+from settings import load
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 PUBLISHED = ("ls", "cs kappa=0.7")  # the paper's methods, as the study names them
@@ -30,13 +31,14 @@ PAPER = (  # item, claim, and a result folder (without its scale), a column of t
     ("Fig. 5", "CS and LS train 1.5x faster", "study: test_loss"),
     ("Fig. 6", "the gain is larger for small batches and deep networks", f"{QUEUED} (d)"),
     ("Fig. 7", "LS learns coefficients near the curve of CS", "fig07-learned-kappa"),
+    ("Fig. 7", "", "study: coefficients"),
     ("Figs. 8 to 10", "sample images", "[ours](reproduce.md) are from far shorter runs; not judged visually"),
     ("Fig. 11", "block norms exceed 1 and grow during training", "fig11-block-norms"),
     ("Fig. 12", "Fig. 1 holds for every seed", "fig12-seeds"),
     ("Fig. 13", "kappa above 1 hurts", "fig13-amplify"),
     ("Table 1", "lower FID with CS and LS in every setting", "study: fid"),
-    ("Table 2", "LS is robust to its design", f"{QUEUED} (e)"),
-    ("Table 3", "scaling block outputs instead (ReZero, stable-tau) is worse", f"{QUEUED} (e)"),
+    ("Table 2", "LS is robust to its design, and better than one learnable kappa per skip", "table2-ls-design"),
+    ("Table 3", "scaling block outputs instead (ReZero, stable-tau) is worse", "table3-block-outputs"),
     ("Table 4", "the direction of CS matters", "table4-direction"),
     (
         "Tables 5 and 6",
@@ -51,7 +53,8 @@ def overview() -> str:
     lines = ["| item | claim | measured | verdict | seeds | setting | command |", "|---|---|---|---|---|---|---|"]
     for item, claim, source in PAPER:
         study, _, column = source.partition(": ")
-        measured = _study(column) if study == "study" else _folders(source)
+        known = study == "study"
+        measured = _learned() if column == "coefficients" else _study(column) if known else _folders(source)
         found = list(measured) or [(source, "", "", "", "")]
         for number, row in enumerate(found):
             cells = (item, "" if number else claim, *row)
@@ -61,7 +64,7 @@ def overview() -> str:
 
 def _folders(name: str) -> Iterator[tuple[str, str, str, str, str]]:
     """Measurement (first statement), verdict, seeds, setting and command of an experiment, for each scale."""
-    for folder in sorted(RESULTS.glob(f"{name}-[cg]pu")):
+    for folder in sorted(RESULTS.glob(f"{name}-*")):
         summary = json.loads((folder / "summary.json").read_text())
         claims = summary["claims"]
         agree = sum(claim["agrees"] is True for claim in claims)
@@ -88,6 +91,24 @@ def _seeds(folder: Path) -> str:
         with path.open() as file:
             seeds |= {row["seed"] for row in csv.DictReader(file) if row.get("seed")}
     return str(len(seeds)) if seeds else "1"
+
+
+def _learned() -> Iterator[tuple[str, str, str, str, str]]:
+    """The coefficients at the end of every long run of LS, and the nearest curve of CS."""
+    fit = load("fig07-learned-kappa").measure
+    assert fit is not None
+    said, close = [], []
+    for path in sorted(RESULTS.glob("study/*/ls-seed*.jsonl")):
+        last = [row for row in map(json.loads, path.read_text().splitlines()) if "coefficients" in row][-1]
+        found = fit.fit_cs(last["coefficients"])
+        near = f"R² = {found.r_squared:.2f}" if found.r_squared >= 0 else "R² below 0"
+        kappas = ", ".join(f"{kappa:.2f}" for kappa in last["coefficients"])
+        seed = path.stem.removeprefix("ls-seed")
+        said.append(f"seed {seed}, {last['step']:,} steps: {kappas} (nearest CS: kappa {found.kappa:.2f}, {near})")
+        close.append(found.r_squared > 0.9)
+    verdict = "agrees" if all(close) else f"mixed: {sum(close)} of {len(close)} seeds" if any(close) else "**disagrees**"
+    scale = "U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128; mean on test images"
+    yield "; ".join(said), verdict, str(len(said)), scale, "`python experiments/study/piece.py`"
 
 
 def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:

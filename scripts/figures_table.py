@@ -32,6 +32,8 @@ FIGURES = (
     "fig11-block-norms",
     "fig12-seeds",
     "fig13-amplify",
+    "table2-ls-design",
+    "table3-block-outputs",
     "table4-direction",
 )
 VERDICTS = {True: "yes", False: "**no**", None: "inconclusive: one seed"}
@@ -54,7 +56,7 @@ MEASURED = {
         "± (seen)": "± ",
         "five (seen)": "top-5, second judge",
     },
-    "features-cpu": {
+    "features-cifar": {
         "run": "run",
         "test_loss": "test loss",
         "test_loss minus none": "minus none",
@@ -71,7 +73,7 @@ MEASURED = {
 def claims_table(name: str) -> str:
     """The paper's claims next to our measurements, for every scale that was run."""
     lines = []
-    for scale in ("cpu", "gpu"):
+    for scale in ("cpu", "cifar", "gpu"):
         path = RESULTS / f"{name}-{scale}" / "summary.json"
         if not path.is_file():
             continue
