@@ -166,7 +166,9 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_plain_gate(gate: SqueezeExcite) -> bool:
-    return not gate.encoders and all(_is_plain(layer, nn.Linear) for layer in (gate.zeta[0], gate.zeta[2]))
+    layers = gate.zeta[0], gate.zeta[2]
+    plain = _is_plain(gate.zeta, nn.Sequential) and all(_is_plain(layer, nn.Linear) for layer in layers)
+    return plain and not gate.encoders
 
 
 def _has_plain_parameters(module: nn.Module) -> bool:
