@@ -131,7 +131,7 @@ class FusedPatchEmbed(PatchEmbed):
 
 
 class FusedSqueezeExcite(SqueezeExcite):
-    """For training: products too small for a GPU's libraries as sums, which the compiler joins with their neighbours."""
+    """For training: matrix products too small for a GPU's libraries, as sums that torch.compile fuses."""
 
     def forward(self, pooled: Tensor) -> Tensor:
         first, activation, last = self.zeta
