@@ -193,7 +193,7 @@ def fill(page: Path, name: str, table: str) -> None:
         sys.exit(f"{page.relative_to(ROOT)} has no markers for {name}")
     new = pattern.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", text)
     if "--check" in sys.argv and new != text:
-        sys.exit(f"{page.relative_to(ROOT)}: {name} is out of date; run scripts/figures_table.py")
+        sys.exit(f"{page.relative_to(ROOT)}: {name} is out of date; run scripts/{Path(sys.argv[0]).name}")
     if new != text:
         page.write_text(new)
 

@@ -239,7 +239,6 @@ def plot(results: dict[str, dict[str, Any]]) -> None:
                 _plot_costs(axes[1, list(axes[0]).index(axis)], rows, plain, colour)
     for axis in axes[1]:
         axis.axhline(0, color=GREY, lw=1)
-        axis.set(ylim=(-6, 6))
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -172,8 +172,8 @@ def test_a_wrong_number_in_the_readme_would_be_noticed(tmp_path: Path, monkeypat
     page = tmp_path / "README.md"
     page.write_text("<!-- headline: begin -->\n\nFID 3.1\n\n<!-- headline: end -->\n")
     monkeypatch.setattr(figures_table, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["", "--check"])
-    with pytest.raises(SystemExit, match="is out of date"):
+    monkeypatch.setattr(sys, "argv", ["scripts/study_table.py", "--check"])
+    with pytest.raises(SystemExit, match=r"headline is out of date; run scripts/study_table\.py"):
         figures_table.fill(page, "headline", "FID 32.3")
 
 
@@ -199,6 +199,7 @@ def test_the_advice_of_kappa_is_that_of_the_study() -> None:
     lead = -min(min(pair.loss.values()) for pair in found)
     said = recommend_kappa(torch.rand(64, 3, 8, 8) * 2 - 1, VPSDE(), num_skips=6, samples=100, steps=CROSSOVER).advice
     assert f"at most {lead:.1f}% ahead in training loss and ended on par" in said
+    assert "LS throughout" in said and all(min(pair.loss.values()) > 0 for pair in study_table.pairs()["ls"])
 
 
 def test_the_number_of_networks_in_the_readme_is_that_of_the_table() -> None:

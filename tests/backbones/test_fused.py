@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import scalelong
 from scalelong.backbones import UViT, UViTConfig, fused, fused_ops, uvit
+from scalelong.scaling.learned import SqueezeExcite
 from scalelong.scaling.registry import METHODS
 
 _SMALL = UViTConfig(image_size=8, patch_size=2, dim=32, depth=4, heads=2)
@@ -90,6 +91,18 @@ def test_for_training_keeps_outputs_and_gradients(method, precision, tolerance, 
         found.append((out.float(), torch.cat([gradient.flatten() for gradient in gradients])))
     for want, result in zip(*found, strict=True):
         assert (result - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("where", ["zeta", "zeta.0", "zeta.1", "zeta.2"])
+def test_hooks_on_gates_run_in_training(where: str) -> None:
+    model, x, time = _model()
+    scalelong.apply(model, "ls")
+    calls: list[int] = []
+    (gate,) = (module for module in model.modules() if isinstance(module, SqueezeExcite))
+    gate.get_submodule(where).register_forward_hook(lambda *_: calls.append(1))
+    fused.for_training(model)
+    model(x, time)
+    assert len(calls) == 2  # one per skip
 
 
 def test_under_autocast_the_residual_path_is_16_bit() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalelong import UViT, UViTConfig, load_run
 from scalelong.cli.main import main
-from scalelong.data import load_source
+from scalelong.data import DataError, load_source
 from scalelong.data.loader import augmented
 from scalelong.diffusion import get_process
 from scalelong.evaluation import linear_probe, probe_run
@@ -23,7 +24,7 @@ from scalelong.evaluation.block_features import times_at
 from scalelong.evaluation.linear_probe import _standardized, fit_linear, labelled_data
 from scalelong.report import read_run, read_runs, write_report
 from scalelong.runs.presets import get_preset
-from scalelong.runs.settings import ConditionSettings, RunConfig
+from scalelong.runs.settings import ConditionSettings, DataSettings, RunConfig
 from scalelong.stability.diagnosis import diagnose
 from scalelong.training import train
 
@@ -198,12 +199,18 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         assert message in str(error.value)
     source = load_source("digits")
     for i in range(4):
-        from PIL import Image
-
         Image.fromarray(source.read(i)[0].numpy()).resize((16, 16)).save(tmp_path / f"{i}.png")
     config = RunConfig()
     with pytest.raises(ValueError, match="has no labels"):
         labelled_data(dataclasses.replace(config, data=dataclasses.replace(config.data, name=f"folder:{tmp_path}")))
+
+
+def test_a_test_split_with_other_classes_is_refused(tmp_path: Path) -> None:
+    for split, name in (("train", "ant"), ("train", "bee"), ("train", "cat"), ("test", "ant"), ("test", "cat")):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.effect_noise((8, 8), 50).save(tmp_path / split / name / "0.png")
+    with pytest.raises(DataError, match=r"data\.split: 'test': class 1 is 'cat', in the training data 'bee'"):
+        labelled_data(dataclasses.replace(RunConfig(), data=DataSettings(f"folder:{tmp_path}")))
 
 
 def test_class_conditional_runs_are_probed_without_their_class(tmp_path: Path) -> None:

@@ -168,9 +168,17 @@ def test_a_sound_comparison_needs_no_notes(tmp_path: Path) -> None:
 
 def test_settings_that_differ_besides_the_scaling_are_noted(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none")
-    write_run(tmp_path / "b", "cs", optimizer_lr=2e-3, training_batch_size=16)
+    changes = {"optimizer_lr": 2e-3, "data_flip": False, "distillation_weight": 0.1, "mup_base_width": 16}
+    write_run(tmp_path / "b", "cs", **changes)
     (note,) = notes(compare(tmp_path))
-    assert "the methods differ in optimizer.lr and training.batch_size, which may explain" in note
+    assert "differ in data.flip, distillation.weight, optimizer.lr and mup.base_width, which may" in note
+
+
+def test_settings_that_the_labels_name_are_not_noted(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "cs")
+    write_run(tmp_path / "b", "cs", optimizer_lr=2e-3)
+    comparison = compare(tmp_path)
+    assert all("lr=" in group.label for group in comparison.groups) and notes(comparison) == []
 
 
 def test_different_data_of_one_name_are_named_by_fingerprint(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ def test_a_subset_removes_inner_or_outer_skips() -> None:
     sizes = [SkipSize(channels=4)] * 4
     assert ScalingConfig.create("subset", removed="inner", count=3).build(sizes).current() == [1, 0, 0, 0]
     assert ScalingConfig.create("subset", removed="outer").build(sizes).current() == [0, 1, 1, 1]
-    with pytest.raises(ValueError, match=r"scaling\.count: the model has 4 skips, got 5 to remove"):
-        ScalingConfig.create("subset", count=5).build(sizes)
+    with pytest.raises(ValueError, match=r"scaling\.count: must be at most 4, the skips of a U, got 5"):
+        ScalingConfig.create("subset", count=5).build([*sizes, SkipSize(channels=4, nest=2)])
     with pytest.raises(ValueError, match=r"scaling\.removed: unknown 'middle'"):
         ScalingConfig.create("subset", removed="middle")
 

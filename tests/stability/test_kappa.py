@@ -103,7 +103,7 @@ def test_the_length_of_training_decides() -> None:
     short, long = (recommend(images(0.4), 6, steps=steps) for steps in (CROSSOVER - 1, CROSSOVER))
     assert (short.kappa, long.kappa) == (1.0, USUAL_KAPPA)
     assert "no scaling (kappa = 1) is recommended" in short.reasoning
-    assert "For 40,000 steps 0.7 or no scaling (kappa = 1): before" in long.reasoning
+    assert "For 40,000 steps 0.7 or no scaling (kappa = 1): in our long runs CS trails" in long.reasoning
 
 
 def test_a_training_is_told_what_the_recommendation_says() -> None:

@@ -34,7 +34,8 @@ def test_two_sharded_ranks_resume_bit_identically_and_agree_with_replicas(method
     finish(start(parts, 2, options=options, training_shard="full", **changes))
     assert_same_run(whole, parts)
     assert [loss for _, loss in losses(whole)] == pytest.approx([loss for _, loss in losses(replicas)], rel=1e-4)
-    assert evaluations(whole) == pytest.approx(evaluations(replicas), rel=0.01)  # of the average at that step
+    assert len(evaluations(whole)) == 4
+    assert evaluations(whole) == pytest.approx(evaluations(replicas), rel=1e-3)  # of the average at that step
     for name in ("model", "ema", "optimizer"):
         first, second = (load_file(newest(folder) / f"{name}.safetensors") for folder in (whole, replicas))
         assert first.keys() == second.keys()

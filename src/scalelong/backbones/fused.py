@@ -131,7 +131,7 @@ class FusedPatchEmbed(PatchEmbed):
 
 
 class FusedSqueezeExcite(SqueezeExcite):
-    """For training: products too small for a GPU's libraries as sums, which the compiler joins with their neighbours."""
+    """For training: matrix products too small for a GPU's libraries, as sums that torch.compile fuses."""
 
     def forward(self, pooled: Tensor) -> Tensor:
         first, activation, last = self.zeta
@@ -166,7 +166,9 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_plain_gate(gate: SqueezeExcite) -> bool:
-    return not gate.encoders and all(_is_plain(layer, nn.Linear) for layer in (gate.zeta[0], gate.zeta[2]))
+    layers = gate.zeta[0], gate.zeta[2]
+    plain = _is_plain(gate.zeta, nn.Sequential) and all(_is_plain(layer, nn.Linear) for layer in layers)
+    return plain and not gate.encoders
 
 
 def _has_plain_parameters(module: nn.Module) -> bool:

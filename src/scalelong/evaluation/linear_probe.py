@@ -316,17 +316,17 @@ def labelled_data(config: RunConfig) -> tuple[Labelled, Labelled]:
     """The training and test images of a run's data; without a test split, every fifth image is kept for the test."""
     data = config.data
     load = partial(load_source, data.name, image_size=data.image_size, root=data.root)
-    source = load(split=data.split)
-    train = _all_images(source)
+    training = load(split=data.split)
     try:
         unseen = load(split="test")
     except DataError:
         logger.info("%s has no test split: every fifth image is kept for the test", data.name)
     else:
-        unseen.require_same_classes(source, "data.split: 'test'")
-        return train, _all_images(unseen)
-    kept = torch.arange(len(train[0])) % 5 == 4
-    return (train[0][~kept], train[1][~kept]), (train[0][kept], train[1][kept])
+        unseen.require_same_classes(training, "data.split: 'test'")
+        return _all_images(training), _all_images(unseen)
+    images, labels = _all_images(training)
+    kept = torch.arange(len(images)) % 5 == 4
+    return (images[~kept], labels[~kept]), (images[kept], labels[kept])
 
 
 def _all_images(source: Source) -> Labelled:

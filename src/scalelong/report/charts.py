@@ -72,7 +72,7 @@ def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
 
 
 def _validation_charts(comparison: Comparison, limit: int) -> list[Chart]:
-    """The validation loss against steps, and at its last record by bin of noise relative to the baseline's."""
+    """The validation loss against steps, and at the last common record by bin of noise relative to the baseline's."""
     if not comparison.same_validation:
         return []
     curves = _curves(comparison, methodcaller("column", "validation", "loss"), limit)

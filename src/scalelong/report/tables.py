@@ -247,9 +247,12 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
 
 
 def _other_settings(comparison: Comparison) -> list[str]:
-    """The settings that differ between methods, without those of the methods themselves and those noted elsewhere."""
+    """Settings of the training that differ between differently scaled methods, without those that are noted elsewhere."""
     differing = differing_settings([group.config for group in comparison.groups])
-    return [key for key in differing if key.partition(".")[0] in ("model", "optimizer", "training", "condition")]
+    if not any(key.startswith("scaling.") for key in differing):
+        return []  # the labels name them
+    noted = ("scaling", "data", "diffusion", "sampling")
+    return [key for key in differing if key == "data.flip" or key.partition(".")[0] not in noted]
 
 
 def _objective(run: Run) -> str:

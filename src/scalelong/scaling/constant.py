@@ -51,9 +51,7 @@ def reversed_coefficients(num_skips: int, kappa: float) -> list[float]:
 def subset_coefficients(num_skips: int, removed: str, count: int) -> list[float]:
     """0 for the `count` innermost ("inner") or outermost ("outer") skips, 1 for the others."""
     if count > num_skips:
-        raise ValueError(
-            f"scaling.count: the model has {num_skips} skips, got {count} to remove; use at most that many"
-        )
+        raise ValueError(f"scaling.count: must be at most {num_skips}, the skips of a U, got {count}; remove fewer")
     kept, dropped = [1.0] * (num_skips - count), [0.0] * count
     return kept + dropped if removed == "inner" else dropped + kept
 

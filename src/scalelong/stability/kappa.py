@@ -2,8 +2,8 @@
 
 The output of a U-shaped network has size ||x_t||^2 sum_j kappa_j^2 (Theorem 3.1) and should match the size of its target,
 ||eps||^2. So sum_j kappa_j^2 should lie between the mean of ||eps||^2 / ||x_t||^2 and its 97% quantile: an interval for the
-kappa of CS. No rule beats 0.7 (experiments/auto-kappa). In the long runs the unscaled network leads up to `CROSSOVER`
-steps, and CS ends on par with it (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for longer ones.
+kappa of CS. No rule beats 0.7 (experiments/auto-kappa). In the long runs CS trails the unscaled network for up to
+`CROSSOVER` steps and ends on par with it (docs/should-i-use-it.md): no scaling for shorter runs, 0.7 or none for longer.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def advice(steps: int | None) -> str:
     """Recommendation for this training length, from the study in docs/should-i-use-it.md.
 
     >>> advice(600)
-    'But before about 40,000 steps the unscaled network leads in our long runs: for 600 steps, no scaling ...'
+    'But in our long runs CS trails the unscaled network for up to 40,000 steps, and LS throughout: for 600 steps, ...'
     """
-    early = f"before about {CROSSOVER:,} steps the unscaled network leads in our long runs"
+    early = f"in our long runs CS trails the unscaled network for up to {CROSSOVER:,} steps, and LS throughout"
     late = (
         "after that CS was at most 0.2% ahead in training loss and ended on par, within the difference of two unscaled "
         "runs: expect no clear gain"

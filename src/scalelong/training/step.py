@@ -141,7 +141,7 @@ class Stepper:
         """
         if self.scaler.is_enabled():
             alone = len(self.optimizers) == 1 and math.isinf(pending.limit)
-            if alone or pending.usable:  # the scaler detects non-finite values, not spikes, and of each optimizer apart
+            if alone or pending.usable:  # the scaler detects no spikes, and non-finite values for each optimizer apart
                 for optimizer in self.optimizers:
                     self.scaler.step(optimizer)
             self.scaler.update()
