@@ -126,8 +126,11 @@ def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
             mine = {seed: curve for (m, seed), curve in curves.items() if m == method and (m, int(seed)) in base}
             found = speed_up([(curve, curves[base[method, int(seed)]]) for seed, curve in mine.items()])
             if found is not None:
-                behind = "see text" if found.lead.ahead_at_end else "**disagrees**"
-                verdict = "inconclusive: one seed" if len(mine) == 1 else behind
+                verdict = "see text" if found.lead.ahead_at_end else "**disagrees**"
+                if column == "fid" and found.lead.within_noise:
+                    verdict = "inconclusive: within noise"
+                if len(mine) == 1:
+                    verdict = "inconclusive: one seed"
                 scale = f"piece {piece}: U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128"
                 said = describe(method, "none", what, found)
                 yield said, verdict, str(len(mine)), scale, "`python experiments/study/piece.py`"
