@@ -116,6 +116,11 @@ class Comparison:
         return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
+    def others(self) -> list[Group]:
+        """All groups but the baseline."""
+        return [group for group in self.groups if group is not self.baseline]
+
+    @property
     def same_validation(self) -> bool:
         """True if all validation losses use the same images, times and noise."""
         return self.same_loss and len(frozenset().union(*(run.validated_on for run in self.runs))) < 2
@@ -187,11 +192,10 @@ class Comparison:
         if measure == "validation":
             comparable = self.same_validation
         found = []
-        for group in self.groups if comparable else ():
-            if group is not self.baseline:
-                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in paired(group, self.baseline)]
-                if (one := speed_up(pairs)) is not None:
-                    found.append((group, one))
+        for group in self.others if comparable else ():
+            pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in paired(group, self.baseline)]
+            if (one := speed_up(pairs)) is not None:
+                found.append((group, one))
         return found
 
     def _curve(self, run: Run, measure: str | Metric) -> Curve:
