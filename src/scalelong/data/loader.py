@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scalelong.data.base import DataError, Device, Source, threaded
 from scalelong.data.workers import PREFETCH, Worker
+from scalelong.errors import require
 from scalelong.progress import Progress
 from scalelong.random import random_bits, uniform
 
@@ -155,8 +156,7 @@ class StreamLoader(Loader):
     ) -> None:
         super().__init__(source, seed, device, flip)
         self.worker_timeout, self.replaced = worker_timeout, 0
-        if workers < 0:
-            raise ValueError(f"data.workers: must be at least 0, got {workers}")
+        require(workers >= 0, "data.workers", "at least 0", workers)
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
         self.by_thread = workers > self.workers == 0
 

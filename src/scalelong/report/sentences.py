@@ -63,8 +63,8 @@ def seeds(comparison: Comparison) -> str:
     """How reliable the numbers are, from the number of seeds."""
     counts = {len(set(group.seeds)) for group in comparison.groups}
     if counts == {1}:
-        single = "Each method ran with a single seed, which is not conclusive: another seed may reverse the order."
-        return f"{single} Standard errors here come from the noise within a run only."
+        once = "Each method ran with a single seed, which is not conclusive: another seed may reverse the order."
+        return f"{once} Standard errors here come from the noise within a run only."
     if 1 in counts:
         single = [group.label for group in comparison.groups if len(set(group.seeds)) == 1]
         return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which is not conclusive."
