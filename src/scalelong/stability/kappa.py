@@ -21,6 +21,7 @@ from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
+from scalelong.errors import require
 from scalelong.report.colours import BLUE, ORANGE, PINK
 from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.settings import ScalingSettings
@@ -153,8 +154,7 @@ def recommend_kappa(
     0.7
     """
     for key, number, least in (("num_skips", num_skips, 1), ("samples", samples, 100)):
-        if type(number) is not int or number < least:
-            raise ValueError(f"{key}: must be an int of at least {least}, got {number!r}")
+        require(type(number) is int and number >= least, key, f"an int of at least {least}", number)
     objective, values = Objective(process, prediction), _Values(data, seed)
     targets, inputs = squared_norms(values, objective, samples, seed)
     ratios, warnings = (targets / inputs).sort().values, []
@@ -176,13 +176,20 @@ def recommend_kappa(
         for name, ratio in means.items()
     ]
     short = steps is not None and steps < CROSSOVER
-    kappa, kappas = 1.0 if short or num_skips == 1 else USUAL_KAPPA, readings[0].kappa_interval
-    middle = kappa_for_sum(math.sqrt(math.prod(interval)), num_skips)
-    error = float(ratios.std() / math.sqrt(samples))
     return Recommendation(
-        kappa, middle, kappas, interval, num_skips, samples, error, objective.prediction, tuple(ratios.tolist()),
-        tuple(readings), steps, (*warnings, *_clamp_warnings(*interval, num_skips)),
-    )  # fmt: skip
+        kappa=1.0 if short or num_skips == 1 else USUAL_KAPPA,
+        middle=kappa_for_sum(math.sqrt(math.prod(interval)), num_skips),
+        kappa_interval=readings[0].kappa_interval,
+        sum_interval=interval,
+        num_skips=num_skips,
+        samples=samples,
+        standard_error=float(ratios.std() / math.sqrt(samples)),
+        prediction=objective.prediction,
+        ratios=tuple(ratios.tolist()),
+        readings=tuple(readings),
+        steps=steps,
+        warnings=(*warnings, *_clamp_warnings(*interval, num_skips)),
+    )
 
 
 def ratio_interval(ratios: Tensor) -> tuple[float, float]:
