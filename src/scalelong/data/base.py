@@ -137,7 +137,7 @@ class Source(ABC):
         largest = int(self.labels.max())
         if max(len(class_names), 0 if class_names else largest + 1) > MAX_CLASSES:
             found = f"item {int(self.labels.argmax())} has label {largest}"
-            raise DataError(f"{where or self.name}: {found}, but {MAX_CLASSES:,} classes are the most")
+            raise DataError(f"{where or self.name}: {found}, but {MAX_CLASSES:,} classes are the most; merge some")
         self.class_names = list(class_names) or [str(k) for k in range(largest + 1)]
         self.num_classes = len(self.class_names)
         bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()

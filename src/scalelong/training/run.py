@@ -148,13 +148,14 @@ def _load_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -
     try:
         model.load_state_dict(tensors)
     except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
+        text = f"{path}: holds weights of another model ({short_lines(error)}); restore it and its {CONFIG}"
+        raise CheckpointError(text) from error
 
 
 def image_shape(stored: Any, where: Path) -> Shape:
     """(C, H, W) as stored, checked."""
     if not isinstance(stored, list) or len(stored) != 3:
-        raise CheckpointError(f"{where}: is damaged (its shape is {short(stored)})")
+        raise CheckpointError(f"{where}: is damaged (its shape is {short(stored)}); restore it")
     for value in stored:
         require_number(f"{where}: shape", value, 1, 2**16, whole=True)
     return stored[0], stored[1], stored[2]
@@ -290,7 +291,7 @@ def _load_exported(folder: Path, weights: str, step: int | None) -> TrainedRun:
     if weights == "model" and found.weights != "model":
         raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
-        raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
+        raise ValueError(f"step: {folder} is of step {found.step}, not {step}; leave it out")
     if found.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     without_head = replace(config, distillation=DistillationSettings())
