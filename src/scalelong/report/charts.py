@@ -127,7 +127,6 @@ def _speedup_charts(comparison: Comparison) -> list[Chart]:
 def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     blocks = list(dict.fromkeys(block for run in comparison.runs for block in run.blocks))
     middle = next((run.middle_block for run in comparison.runs if run.blocks), "")
-    index = {"x_kind": "index", "names": blocks, "dots": True, "from_zero": True}
     charts = []
     kinds = (("norm", "Feature", "norm on a fixed batch"), ("gradient", "Gradient", "norm of the gradient"))
     for what, name, label in kinds:
@@ -135,11 +134,12 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
         variants = {block: _curves(comparison, read, limit) for block, read in columns.items()}
         values = [v for series in variants.get(middle, []) for v in series["y"] if v > 0]
         log = bool(values) and what == "gradient" and max(values) > 10 * min(values)
-        curves = {"log": log, "variants": variants, "chosen": middle}
         series = [_by_block(i, group, blocks, what, comparison.horizon) for i, group in enumerate(comparison.groups)]
-        title = f"{name} oscillation by block"
-        charts.append(Chart(f"{what}-steps", f"{name} norm", "step", label, [], **curves))  # type: ignore[arg-type]
-        charts.append(Chart(f"{what}-blocks", title, "block", "relative oscillation", series, **index))  # type: ignore[arg-type]
+        by_block = (f"{name} oscillation by block", "block", "relative oscillation", series, "index")
+        charts += [
+            Chart(f"{what}-steps", f"{name} norm", "step", label, [], log=log, variants=variants, chosen=middle),
+            Chart(f"{what}-blocks", *by_block, names=blocks, dots=True, from_zero=True),
+        ]
     return charts
 
 

@@ -53,8 +53,9 @@ def write_report(
     comparison = compare_runs(runs)
     races = comparison.races(loss, metric_value)
     source = PackageLoader("scalelong.report")
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    environment = Environment(loader=source, **options)  # type: ignore[arg-type]
+    environment = Environment(
+        loader=source, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.filters |= {"tight": _tight, "count": count, "duration": duration, "number": number, "shown": _shown}
     charts = make_charts(comparison)
     methods = {group.label: group.method for group in comparison.groups}

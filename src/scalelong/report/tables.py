@@ -220,7 +220,8 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
     elif not comparison.same_loss:
         kinds = sorted({_objective(run) for run in runs})
         found.append(f"The runs minimize different losses ({joined(kinds)}): losses cannot be compared between them.")
-    if other := _other_settings(comparison):
+    differing = differing_settings([group.config for group in comparison.groups])  # those of the methods are expected
+    if other := [key for key in differing if key.startswith(("model.", "optimizer.", "training.", "condition."))]:
         found.append(f"Besides their scaling, the methods differ in {joined(other)}, which may explain differences.")
     if len(metrics) > 1:
         kinds = [f"{metric.name} ({comparison.protocol(metric)})" for metric in metrics]
@@ -246,12 +247,6 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
                 f"{group.label}: seed {joined(repeated)} was given more than once; repeats are not independent."
             )
     return found
-
-
-def _other_settings(comparison: Comparison) -> list[str]:
-    """The settings that differ between methods, without those of the methods themselves and those noted elsewhere."""
-    differing = differing_settings([group.config for group in comparison.groups])
-    return [key for key in differing if key.partition(".")[0] in ("model", "optimizer", "training", "condition")]
 
 
 def _objective(run: Run) -> str:
