@@ -101,7 +101,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
 def _speedup_charts(comparison: Comparison) -> list[Chart]:
     """Steps of the baseline divided by those of the method against quality, with a band over seeds and a crossover mark."""
     charts = []
-    for n, (what, own) in enumerate(comparison.all_speed_ups().items()):
+    for n, (what, own) in enumerate(comparison.speed_ups().items()):
         series = []
         for group, found in own:
             grid = sorted(found.qualities)  # chart.js wants rising x, and draws better qualities to the right

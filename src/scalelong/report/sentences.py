@@ -190,7 +190,7 @@ def speed_ups(comparison: Comparison) -> list[str]:
     """Crossover and speed-up of each method relative to the baseline."""
     return [
         describe(group.label, comparison.baseline.label, what, found)
-        for what, own in comparison.all_speed_ups().items()
+        for what, own in comparison.speed_ups().items()
         for group, found in own
     ]
 

@@ -44,7 +44,7 @@ def summary(comparison: Comparison, races: Sequence[Race], refused: Sequence[str
         why = race.protocol if race.asked else f"{race.protocol}; the worst value that any run ends with"
         parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
-    for what, own in comparison.all_speed_ups().items():
+    for what, own in comparison.speed_ups().items():
         parts.append(f"Speed-up in steps over {comparison.baseline.label}, by {what}:")
         parts.append(aligned(speedup.table([(group.label, one) for group, one in own], comparison.baseline.label)))
     parts.append("\n".join(sentences.speed_ups(comparison)))
