@@ -30,6 +30,7 @@ def test_a_method_that_draws_ahead() -> None:
     found = speed_up([(Curve(STEPS, [5.0, 3.5, 1.5, 0.5], [1.0, 3.0, 5.0, 7.0]), BASE)])
     assert found is not None
     assert found.lead.behind_until == pytest.approx(20 + 10 * (0.5 / 3) / (0.5 / 3 + 0.25))  # relative gaps +1/6, -1/4
+    assert found.lead.ahead_at_end
     assert found.at(2.0).mean == pytest.approx(30 / 27.5)
     assert found.at(2.0, timed=True).mean == pytest.approx(3 / 4.5)
     assert found.final_speed_up().mean == pytest.approx(40 / 35)

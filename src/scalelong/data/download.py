@@ -132,8 +132,8 @@ class Download:
             except DataError as error:
                 logger.info("%s: %s", self.name, error)
                 tried += f"\n  {error}"
-        put = f"put it at {' or '.join(map(str, places))}"
-        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or {put}. Tried:{tried}")
+        put = " or ".join(map(str, places))
+        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {put}. Tried:{tried}")
 
     def check(self, root: Root = None) -> list[DataError]:
         """Every bad file in the cache folder."""

@@ -53,6 +53,10 @@ class Lead:
     gap: Estimate  # (method - baseline) / baseline at the last step, over seeds
     within_noise: bool  # that gap is not clear of zero over several seeds
 
+    @property
+    def ahead_at_end(self) -> bool:
+        return self.behind_until < self.last
+
 
 @dataclass(frozen=True)
 class SpeedUp:
@@ -144,7 +148,7 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     gap = f"{percent(1 + lead.gap.mean, 1)} at {end}{unclear}"
     if lead.behind_until == 0:
         text = f"never behind {baseline} ({gap}){spread}"
-    elif lead.behind_until < lead.last:
+    elif lead.ahead_at_end:
         text = f"behind {baseline} until step {count(lead.behind_until)}, then ahead ({gap}){spread}"
     else:
         text = f"behind {baseline} at the end ({gap}){spread}"
