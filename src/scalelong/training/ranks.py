@@ -205,13 +205,12 @@ def _join(limit: timedelta) -> dict[str, Any]:
     else:
         failpoint("ranks.main_joins")
         name, missing = mine, [*range(1, size)]
-        while missing := [rank for rank in missing if not store.check([f"{name} {rank}"])]:
-            for rank in missing:
-                if store.check([f"call {rank}"]):
-                    store.set(f"answer {store.get(f'call {rank}').decode()}", name)
+        while missing := [other for other in missing if not store.check([f"{name} {other}"])]:
+            for other in missing:
+                if store.check([f"call {other}"]):
+                    store.set(f"answer {store.get(f'call {other}').decode()}", name)
             if time.monotonic() - started > limit.total_seconds():
                 late = f"{size} are to start, but {missing} did not within {limit.total_seconds():g} s"
                 raise RuntimeError(f"ranks: {late}; start them, or raise training.rank_timeout")
             time.sleep(0.01)
-        rank = 0
     return {"store": dist.distributed_c10d.PrefixStore(name, store), "rank": rank, "world_size": size}
