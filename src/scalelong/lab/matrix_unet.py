@@ -24,7 +24,7 @@ from scalelong.random import uniform
 from scalelong.scaling.constant import CONSTANT_METHODS
 
 GAINS = {"unit": 1.0, "paper": 2.0}
-METHODS = ("none", *CONSTANT_METHODS)
+METHODS = ("none", "universal", "cs", "cs_reversed")
 
 
 class Join(nn.Module):

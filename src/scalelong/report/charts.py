@@ -78,12 +78,10 @@ def _validation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     gaps = [[100 * gap for gap in comparison.noise_gaps(group)] for group in comparison.groups]
     relative = [_points(i, range(len(own)), own) for i, own in enumerate(gaps)]
     names = [f"bin {i}" for i in range(1, NOISE_BINS + 1)]
-    x_label, y_label = "tenth of the training times (1: least noise)", "% against the baseline"
+    by_noise = ("Validation loss by noise", "tenth of the training times (1: least noise)", "% against the baseline")
     return [
         Chart("validation-steps", "Validation loss", "step", "loss", curves, log=log, top=top),
-        Chart(
-            "validation-bins", "Validation loss by noise", x_label, y_label, relative, "index", names=names, dots=True
-        ),
+        Chart("validation-bins", *by_noise, relative, "index", names=names, dots=True),
     ]
 
 

@@ -152,7 +152,7 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
         text = f"behind {baseline} until step {count(lead.behind_until)}, then ahead ({gap}){spread}"
     else:
         text = f"behind {baseline} at the end ({gap}){spread}"
-    reached = sum(math.isfinite(method.arrival(min(baseline.values))) for method, baseline in found.pairs)
+    reached = sum(math.isfinite(mine.arrival(min(theirs.values))) for mine, theirs in found.pairs)
     goal = f"the best {what} of {baseline} ({number(found.final)})"
     if reached < seeds:
         who = f" by {seeds - reached} of {seeds} seeds" if seeds > 1 else ""
