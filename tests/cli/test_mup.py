@@ -38,7 +38,7 @@ def test_roles_of_any_model(capsys, tmp_path, monkeypatch) -> None:
     assert main(["inspect", "my_nets_to_parametrize:net", "--roles", "--base", "my_nets_to_parametrize:narrow"]) == 0
     assert re.search(r"1\.weight +hidden +64 x 64 +16 x 16 +1 +1 +0\.25", capsys.readouterr().out)
     assert main(["inspect", "my_nets_to_parametrize:net", "--roles"]) == 1
-    assert "base: which model is the one at base width?" in capsys.readouterr().err
+    assert "base: the model at base width is not known; pass --base MODEL" in capsys.readouterr().err
 
 
 def test_coordcheck_prints_both_parametrizations_and_a_plot(capsys, tmp_path) -> None:

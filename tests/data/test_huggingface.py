@@ -175,7 +175,7 @@ def test_streams_without_light_columns_need_a_number_of_rows(parquet: Path, tmp_
     with pytest.raises(DataError, match="the stream ended before"):
         source.read(6)
     assert len(load_source(f"hf-stream:{parquet}#5")) == 5
-    with pytest.raises(DataError, match="after # goes the number of rows"):
+    with pytest.raises(DataError, match="must be a number of rows, got"):
         load_source(f"hf-stream:{parquet}#many")
 
 

@@ -72,7 +72,7 @@ def test_inputs_are_scaled_as_the_network_gets_them() -> None:
     x0 = _Values(data, 0).rows(torch.arange(200))
     p, q = objective.target_weights(alpha, sigma)
     expected = (p * x0 + q * noise.double()).square().sum(1) / 2000
-    targets, inputs = squared_norms(_Values(data, 0), objective, 200, seed=0)
+    targets, inputs = squared_norms(_Values(data, 0).rows, objective, 200, seed=0)
     torch.testing.assert_close(targets / inputs, expected, rtol=0.15, atol=0)
 
 

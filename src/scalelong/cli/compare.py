@@ -10,6 +10,7 @@ from pathlib import Path
 import tyro
 
 from scalelong.cli.arguments import RunFolders
+from scalelong.errors import require
 from scalelong.report import compare_runs, read_runs, tables, write_report
 from scalelong.runs.presets import get_preset
 
@@ -40,8 +41,7 @@ def main(arguments: list[str]) -> None:
     command = tyro.cli(Compare, args=arguments, prog="scalelong compare")
     targets = {"loss": command.loss, "metric-value": command.metric_value}
     for flag, value in targets.items():
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{flag}: must be a finite number, got {value}")
+        require(value is None or math.isfinite(value), flag, "a finite number", value)
     folders: list[str | Path] = [*command.runs]
     if command.preset:
         from scalelong.stability.sweep import sweep, train_in_turn

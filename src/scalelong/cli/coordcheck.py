@@ -51,13 +51,13 @@ def main(arguments: list[str]) -> None:
         keep_group_sizes(model, width / config.model.channels[0] if unet else 1)
         return model
 
-    seeds, lr = (6, 0.001) if unet else (3, 0.005)
-    options = {
-        "lr": lr if command.lr is None else command.lr,
-        "steps": command.steps,
-        "seeds": seeds if command.seeds is None else command.seeds,
-    }
-    checks = [coordinate_check(make_model, widths, parametrization=kind, **options) for kind in ("mup", "standard")]  # type: ignore[arg-type]
+    usual_seeds, usual_lr = (6, 0.001) if unet else (3, 0.005)
+    seeds = usual_seeds if command.seeds is None else command.seeds
+    lr = usual_lr if command.lr is None else command.lr
+    checks = [
+        coordinate_check(make_model, widths, parametrization=kind, lr=lr, steps=command.steps, seeds=seeds)
+        for kind in ("mup", "standard")
+    ]
     for check in checks:
         lines = str(check).splitlines()
         print("\n".join([*lines, ""]) if command.verbose else f"{check.name:9} {lines[-1]}")

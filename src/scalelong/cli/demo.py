@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from scalelong.report import compare_runs, read_run, tables, write_report
 from scalelong.report.compare import Comparison
 from scalelong.report.numbers import joined, number, with_sd
 from scalelong.runs.presets import get_preset
-from scalelong.runs.settings import RunConfig
 
 METHODS = ("none", "cs", "ls")
 LEVEL = 0.03  # smaller relative differences in loss count as equal
@@ -46,7 +45,9 @@ def main(arguments: list[str]) -> None:
     training = replace(preset.training, log_every=10, checkpoint_every=command.steps, sample_every=command.steps)
     optimizer = replace(preset.optimizer, lr=1e-3)  # lower than the preset's: less variation over seeds
     configs = sweep(replace(preset, training=training, optimizer=optimizer), METHODS, command.seeds, command.steps)
-    ratios = {name: start_ratio(config) for name, config in configs.items()}
+    ratios: dict[str, list[float]] = {}  # by method, a number for each seed
+    for config in configs.values():
+        ratios.setdefault(config.scaling.method, []).append(start_ratio(config))
     train_in_parallel(configs, out)
     runs = [read_run(out / name) for name in configs]
     comparison = compare_runs(runs)
@@ -58,36 +59,30 @@ def main(arguments: list[str]) -> None:
     image_rows({label: list(images[:, 0].numpy()) for label, images in rows.items()}, out / "samples.png")
     about = f"{len(runs)} U-ViTs of 12 blocks, {command.steps} steps on 1,797 real digits"
     print(f"\n{about}; mean ± sd over seeds {', '.join(map(str, command.seeds))}:\n")
-    print(tables.aligned(_table(comparison, ratios, configs)))
-    print("\n" + "\n".join(statements(comparison, ratios, configs)))
+    print(tables.aligned(_table(comparison, ratios)))
+    print("\n" + "\n".join(statements(comparison, ratios)))
     print(f"\nsamples  {out / 'samples.png'}\ncurves   {out / 'comparison.png'}")
     print(f"report   {write_report(runs, out / 'report.html')}\nruns     {out}/<method>-seed<n>")
     print(f"total    {time.perf_counter() - started:.0f} s")
 
 
-def _of(method: str, ratios: Mapping[str, float], configs: Mapping[str, RunConfig]) -> list[float]:
-    return [ratios[name] for name, config in configs.items() if config.scaling.method == method]
-
-
-def _table(comparison: Comparison, ratios: Mapping[str, float], configs: Mapping[str, RunConfig]) -> tables.Rows:
+def _table(comparison: Comparison, ratios: Mapping[str, Sequence[float]]) -> tables.Rows:
     rows = [["method", "final loss", "gradient at the start, middle / last block", "kappa, outermost to innermost"]]
     for group in comparison.groups:
-        own, kappas = _of(group.method, ratios, configs), group.coefficients()
-        shown = " .. ".join(f"{kappa:.2f}" for kappa in (kappas[0], kappas[-1]))
+        own, kappas = ratios[group.method], group.coefficients()
         loss = with_sd(comparison.measure(group, "final_loss"))
-        rows.append([group.label, loss, f"{number(min(own), 2)} to {number(max(own), 2)}", shown])
+        start = f"{number(min(own), 2)} to {number(max(own), 2)}"
+        rows.append([group.label, loss, start, f"{kappas[0]:.2f} .. {kappas[-1]:.2f}"])
     return rows
 
 
-def statements(comparison: Comparison, ratios: Mapping[str, float], configs: Mapping[str, RunConfig]) -> list[str]:
-    """Statements that hold for every seed."""
-    found, base = [], comparison.baseline
-    others = [group for group in comparison.groups if group is not base]
-    start = {group.label: _of(group.method, ratios, configs) for group in comparison.groups}
+def statements(comparison: Comparison, ratios: Mapping[str, Sequence[float]]) -> list[str]:
+    """Statements that hold for every seed; `ratios`: of the gradients at the start, by method."""
+    found, base, others = [], comparison.baseline, comparison.others
     larger = [
         group.label
         for group in others
-        if all(mine >= MORE * theirs for mine, theirs in zip(start[group.label], start[base.label], strict=True))
+        if all(mine >= MORE * theirs for mine, theirs in zip(ratios[group.method], ratios[base.method], strict=True))
     ]
     if larger:
         found.append(
@@ -102,8 +97,8 @@ def statements(comparison: Comparison, ratios: Mapping[str, float], configs: Map
             f"- the losses are on par: every scaled run ends within {LEVEL:.0%} of the unscaled run with the same seed. "
             "Training this short shows neither gain nor harm; see docs/should-i-use-it.md for longer runs."
         )
-    gated = [run.coefficients() for group in others if group.method == "ls" for run in group.runs]
-    if gated and all(abs(kappa - 0.5) < MOVED for kappas in gated for kappa in kappas):
+    gates = [kappa for group in others if group.method == "ls" for run in group.runs for kappa in run.coefficients()]
+    if gates and all(abs(kappa - 0.5) < MOVED for kappa in gates):
         found.append(
             f"- ls: the gates have hardly moved; every mean coefficient is within {MOVED:g} of its initial 1/2."
         )

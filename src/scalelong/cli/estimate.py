@@ -52,24 +52,23 @@ def estimated_seconds(config: RunConfig) -> float:
 def _expected_data(config: RunConfig) -> tuple[Shape, Conditioning, str]:
     """Shape, conditioning and number of images of the data, without downloading or encoding."""
     data, condition = config.data, config.condition
-    known = EXPECTED.get(data.name)
-    there = not (data.name in DOWNLOADS and DOWNLOADS[data.name].check(data.root)) and not data.name.startswith("hf:")
-    classes, names = (known[1].num_classes, known[1].class_names) if known else (0, ())
+    missing = data.name.startswith("hf:") or (data.name in DOWNLOADS and DOWNLOADS[data.name].check(data.root))
     try:
-        source = build_source(config) if there else None
+        source = None if missing else build_source(config)
     except (DataError, OSError):
-        if known is None:
+        if data.name not in EXPECTED:
             raise
         source = None
     if source is not None:
         shape, about, classes = source.shape, f"{len(source):,} images", source.num_classes
     else:
-        shape, about = known[0] if known else (3, 0, 0), "not available; assuming images"
+        shape, known = EXPECTED.get(data.name, ((3, 0, 0), Conditioning()))
         shape = (shape[0], data.image_size, data.image_size) if data.image_size else shape
+        about, classes = "not available; assuming images", known.num_classes
         if not shape[1]:
             raise DataError(f"data.name: {data.name} is not available, so its size is unknown; set data.image_size")
     if condition.kind == "class":
-        return shape, Conditioning(classes or 10, condition.drop > 0, tuple(names)), about
+        return shape, Conditioning(classes or 10, condition.drop > 0), about
     if condition.kind == "text":
         return shape, Conditioning(text_tokens=condition.max_tokens, text_dim=_text_dim(condition.encoder)), about
     return shape, Conditioning(), about

@@ -71,7 +71,7 @@ def _parametrized(command: Inspect) -> nn.Module:
     model, _ = named_model(command.model)
     if not roles(model):
         if not command.base:
-            raise ValueError("base: which model is the one at base width? pass --base as for MODEL: module:callable")
+            raise ValueError("base: the model at base width is not known; pass --base MODEL, such as module:callable")
         parametrize(model, named_model(command.base)[0])
     return model
 

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"scalelong {__version__}")
         return 0
-    if unreadable := [argument for argument in arguments if not _is_text(argument)]:
+    # bytes that the locale could not decode are lone surrogates in Python
+    if unreadable := [text for text in arguments if any("\ud800" <= letter <= "\udfff" for letter in text)]:
         print(f"error: {unreadable[0]!a} is not text in this locale; set PYTHONUTF8=1", file=sys.stderr)
         return 2
     verb, rest = arguments[0], arguments[1:]
@@ -96,11 +97,6 @@ def as_flags(message: str, verb: str) -> str:
         return f"--{part}{name.replace('_', '-')}" + (f" {value}" if value else "")
 
     return head + semicolon + _SETTING.sub(flag, remedy) if semicolon else message
-
-
-def _is_text(argument: str) -> bool:
-    """False for bytes that the locale could not decode, which Python keeps as lone surrogates."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in argument)
 
 
 if __name__ == "__main__":

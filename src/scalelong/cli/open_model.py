@@ -122,13 +122,14 @@ def _from_diffusers(folder: Path) -> nn.Module:
     candidates = [folder, *(folder / name for name in COMPONENTS)]
     home = next((path for path in candidates if (path / "config.json").is_file()), None)
     if home is None:
-        raise ValueError(f"model: {folder} has no config.json, there or in {', '.join(COMPONENTS)}, and no config.yaml")
+        places = f"there or in {', '.join(COMPONENTS)}, and no config.yaml"
+        raise ValueError(f"model: {folder} has no config.json, {places}; give the folder of a model or of a run")
     check_manifest(folder)
     config = read_json(home, "config.json")
     name = config.get("_class_name") if isinstance(config, dict) else None
     cls: Any = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
-        raise ValueError(f"model: {home / 'config.json'}: diffusers has no model {short(name)}")
+        raise ValueError(f"model: {home / 'config.json'}: diffusers has no model {short(name)}; pass module:callable")
     if CONFIG_KEY in config and any(home.glob("*.safetensors")):
         model: nn.Module = scalelong.from_pretrained(cls, home)
         return model

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from scalelong.errors import DataError as DataError
-from scalelong.errors import did_you_mean
+from scalelong.errors import did_you_mean, require
 from scalelong.progress import Progress
 from scalelong.runs.validation import MAX_CLASSES
 
@@ -137,7 +137,7 @@ class Source(ABC):
         largest = int(self.labels.max())
         if max(len(class_names), 0 if class_names else largest + 1) > MAX_CLASSES:
             found = f"item {int(self.labels.argmax())} has label {largest}"
-            raise DataError(f"{where or self.name}: {found}, but {MAX_CLASSES:,} classes are the most")
+            raise DataError(f"{where or self.name}: {found}, but {MAX_CLASSES:,} classes are the most; merge some")
         self.class_names = list(class_names) or [str(k) for k in range(largest + 1)]
         self.num_classes = len(self.class_names)
         bad = ((self.labels < 0) | (self.labels >= self.num_classes)).nonzero().flatten()
@@ -280,8 +280,8 @@ def load_source(name: str | Path, *, image_size: int | None = None, split: str =
     >>> len(source), source.shape, source.num_classes
     (1797, (1, 8, 8), 10)
     """
-    if image_size is not None and (isinstance(image_size, bool) or image_size < 1):
-        raise ValueError(f"data.image_size: must be a positive whole number, got {image_size!r}")
+    usable = image_size is None or (not isinstance(image_size, bool) and image_size >= 1)
+    require(usable, "data.image_size", "a positive whole number", image_size)
     spec, path = find_source(str(name))
     if spec.splits and split not in spec.splits:
         raise DataError(f"data.split: {spec.form} has no {split!r}; it has {', '.join(spec.splits)}")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from scalelong.data.base import DataError, Request, register
 from scalelong.data.folder import image_files
-from scalelong.data.images import FileSource
+from scalelong.data.images import FileSource, center_crop
 
 CROP = 140  # center crop of the 178 x 218 images
 SIZE = 64
@@ -35,12 +35,10 @@ class CelebASource(FileSource):
     def open(self, item: int) -> Image.Image:
         """The center 140 x 140 pixels."""
         image = super().open(item)
-        width, height = image.size
-        if min(width, height) < CROP:
-            fault = f"{width} x {height} pixels, but {CROP} are cropped from the centre"
+        if min(image.size) < CROP:
+            fault = f"{image.width} x {image.height} pixels, but {CROP} are cropped from the centre"
             raise DataError(f"{self.where(item)}: {fault}; use the aligned 178 x 218 images, or folder:")
-        left, top = (width - CROP) // 2, (height - CROP) // 2
-        return image.crop((left, top, left + CROP, top + CROP))
+        return center_crop(image, CROP)
 
     def _form(self) -> object:
         return (self.shape, CROP)

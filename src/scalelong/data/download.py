@@ -116,24 +116,24 @@ class Download:
     def fetch(self, root: Root = None, source: str | Path | None = None) -> Path:
         """Return the folder of verified files, downloading if necessary; `source` is the user's own copy."""
         home = cache_dir(root) / self.name
-        if source is None and not self.check(root):
+        if source is not None:
+            try:
+                self._install(Mirror("path", str(Path(source).expanduser())), home)
+            except DataError as error:
+                raise DataError(f"{source}: {error}") from error
             return home
-        copies = [home.parent / copy for copy in self.own_copies] if source is None else [Path(source).expanduser()]
-        found = [Mirror("path", str(copy)) for copy in copies if copy.exists() or source is not None]
-        errors: list[DataError] = []
-        for mirror in (*found, *self.mirrors) if source is None else found:
+        if not self.check(root):
+            return home
+        places, tried = [home.parent / copy for copy in self.own_copies], ""
+        for mirror in (*(Mirror("path", str(place)) for place in places if place.exists()), *self.mirrors):
             try:
                 self._install(mirror, home)
+                return home
             except DataError as error:
                 logger.info("%s: %s", self.name, error)
-                errors.append(error)
-            else:
-                return home
-        if source is not None:
-            raise DataError(f"{source}: {errors[0]}")
-        places = " or ".join(str(home.parent / copy) for copy in self.own_copies)
-        tried = "".join(f"\n  {error}" for error in errors)
-        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {places}. Tried:{tried}")
+                tried += f"\n  {error}"
+        put = " or ".join(map(str, places))
+        raise DataError(f"{self.name}: could not be fetched; {self.remedy}, or put it at {put}. Tried:{tried}")
 
     def check(self, root: Root = None) -> list[DataError]:
         """Every bad file in the cache folder."""

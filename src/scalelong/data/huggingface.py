@@ -89,7 +89,9 @@ class StreamedSource(_RowSource):
     def __init__(self, request: Request, window: int = WINDOW) -> None:
         name, _, rows = request.path.partition("#")
         if rows and (not rows.isdigit() or int(rows) < 1):
-            raise DataError(f"data.name: hf-stream:{name}#{rows}: after # goes the number of rows to use")
+            raise DataError(
+                f"data.name: hf-stream:{name}#{rows}: what follows # must be a number of rows, got {rows!r}"
+            )
         self.name, self.window = f"hf-stream:{name}", window
         stream = _load(name, request.split, None, streaming=True)
         stream = stream.to_iterable_dataset() if hasattr(stream, "to_iterable_dataset") else stream

@@ -113,10 +113,7 @@ def _labels(file: Path, count: int) -> Tensor:
 
 def _class_names(table: Path) -> list[str]:
     """From lines such as `n02119789 1 kit_fox`; plain numbers without the table."""
-    lines = re.findall(
-        r"^\S+[ \t]+(\d+)[ \t]+(.+)$",
-        table.read_text(encoding="utf-8", errors="replace") if table.is_file() else "",
-        flags=re.M,
-    )
+    text = table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
+    lines = re.findall(r"^\S+[ \t]+(\d+)[ \t]+(.+)$", text, flags=re.M)
     found = {int(number) - 1: name.strip().replace("_", " ") for number, name in lines}
     return [found.get(number, str(number)) for number in range(CLASSES)]

@@ -62,14 +62,17 @@ def open_rgb(file: Path | IO[bytes], where: str) -> Image.Image:
         raise DataError(f"{where}: {fault} image ({error}); replace or delete the file") from error
 
 
+def center_crop(image: Image.Image, side: int) -> Image.Image:
+    """The central side x side pixels."""
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
 def fit(image: Image.Image, size: int) -> Image.Image:
     """Center-crop to a square and resize to size x size."""
     if image.size == (size, size):
         return image
-    width, height = image.size
-    side = min(width, height)
-    left, top = (width - side) // 2, (height - side) // 2
-    square = image.crop((left, top, left + side, top + side))  # resize(box=) filters beyond the crop
+    square = center_crop(image, min(image.size))  # resize(box=) filters beyond the crop
     return square.resize((size, size), Image.Resampling.BICUBIC)
 
 

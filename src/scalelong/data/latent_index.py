@@ -45,7 +45,10 @@ def read_index(folder: Path) -> dict[str, Any]:
             raise ValueError("scale, shape or pixels")
         if index["count"] != sum(shard["count"] for shard in index["shards"]):
             raise ValueError(f"{index['count']} items, but its shards have another number")
-        str(index["annotations"]), index["autoencoder"]["sha256"], index["source"]["split"], index["source"]["name"]
+        autoencoder, source = index["autoencoder"], index["source"]
+        texts = (index["annotations"], autoencoder["sha256"], source["name"], source["split"])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("annotations, autoencoder or source")
     return dict(index)
 
 

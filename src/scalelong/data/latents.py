@@ -50,22 +50,17 @@ _HASHED_ON_LOADING = 2**30  # bytes; larger sets are hashed by `scalelong data c
 
 
 def _check(request: Request) -> list[DataError]:
-    folder = Path(request.path).expanduser()
+    """Every bad file or, if there is none, every bad row."""
+    folder, problems = Path(request.path).expanduser(), list[DataError]()
     try:
         index = read_index(folder)
-    except DataError as error:
-        return [error]
-    problems = check_latents(folder, index)
-    try:
+        problems += check_latents(folder, index)
         latent_autoencoder(folder, index)
-    except (ValueError, OSError) as error:
-        problems.append(DataError(str(error)))
-    if problems:
-        return problems
-    try:
+        if problems:
+            return problems
         source = LatentSource(request)
-    except DataError as error:
-        return [error]
+    except (ValueError, OSError) as error:
+        return [*problems, DataError(str(error))]
     for item in range(len(source)):
         try:
             source.read(item)
@@ -90,18 +85,17 @@ class LatentSource(Source):
         problems = check_latents(self.folder, self.index, _HASHED_ON_LOADING)
         if problems:
             raise problems[0]
-        with reading(f"{self.folder / ANNOTATIONS}: is damaged", "encode again"):
-            notes = read_json(self.folder / ANNOTATIONS, "encode again")
+        path = self.folder / ANNOTATIONS
+        with reading(f"{path}: is damaged", "encode again"):
+            notes = read_json(path, "encode again")
             self.captions = notes["captions"]
             self.caption_counts = None if notes["caption_counts"] is None else torch.tensor(notes["caption_counts"])
             labels = None if notes["labels"] is None else torch.tensor(notes["labels"])
-            for what, count in (("labels", labels), ("caption_counts", self.caption_counts)):
-                if count is not None and len(count) != len(self):
-                    raise DataError(
-                        f"{self.folder / ANNOTATIONS}: {len(count)} {what} for {len(self)} items; encode again"
-                    )
+            for what, found in (("labels", labels), ("caption_counts", self.caption_counts)):
+                if found is not None and len(found) != len(self):
+                    raise DataError(f"{path}: {len(found)} {what} for {len(self)} items; encode again")
             if labels is not None:
-                self.set_labels(labels, notes["class_names"], str(self.folder / ANNOTATIONS))
+                self.set_labels(labels, notes["class_names"], str(path))
         channels, height, width = self.index["shape"]
         self.shape = (channels, height, width)
         self._starts = list(accumulate((shard["count"] for shard in self.index["shards"]), initial=0))

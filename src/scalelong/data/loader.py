@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from scalelong.data.base import DataError, Device, Source, threaded
 from scalelong.data.workers import PREFETCH, Worker
+from scalelong.errors import require
 from scalelong.progress import Progress
 from scalelong.random import random_bits, uniform
 
@@ -89,7 +89,7 @@ class Batch:
     captions: Tensor  # int64 (B,) rows of the source's captions, on the CPU
 
 
-class Loader(ABC):
+class Loader:
     """Turn global sample indices into batches on the device."""
 
     worker_timeout = 300.0  # seconds before a hanging worker is replaced
@@ -100,9 +100,9 @@ class Loader(ABC):
         self.source, self.seed, self.flip = source, seed, flip
         self.device = torch.device(device)
 
-    @abstractmethod
     def _stored(self, items: Tensor) -> Tensor:
         """Items as stored, read in this process."""
+        return self.source.read_many(items.tolist())
 
     def batch(self, index: Tensor) -> Batch:
         """The batch of these global sample indices, read in this process."""
@@ -155,13 +155,9 @@ class StreamLoader(Loader):
     ) -> None:
         super().__init__(source, seed, device, flip)
         self.worker_timeout, self.replaced = worker_timeout, 0
-        if workers < 0:
-            raise ValueError(f"data.workers: must be at least 0, got {workers}")
+        require(workers >= 0, "data.workers", "at least 0", workers)
         self.workers = workers if source.max_workers is None else min(workers, source.max_workers)
         self.by_thread = workers > self.workers == 0
-
-    def _stored(self, items: Tensor) -> Tensor:
-        return self.source.read_many(items.tolist())
 
     def batches(self, index_batches: Iterable[Tensor]) -> Iterator[Batch]:
         """One batch per index tensor; prefetches up to max(workers, 1) * 2 of them."""

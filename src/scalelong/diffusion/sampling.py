@@ -40,11 +40,7 @@ class Trajectory:
 
 def ddim(x: Tensor, path: Trajectory, eta: float = 0.0) -> Tensor:
     """Song et al. 2021 (DDIM), Eq. 12 and 16; eta = 1 is DDPM's ancestral sampling with the posterior variance."""
-
-    def noise(i: int) -> dict[str, Any]:
-        return {"eta": eta, "variance_noise": path.noise(i)} if eta else {}
-
-    return _run_scheduler("DDIMScheduler", x, path, noise, clip_sample=False, set_alpha_to_one=True)
+    return _run_scheduler("DDIMScheduler", x, path, eta, clip_sample=False, set_alpha_to_one=True)
 
 
 def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
@@ -53,8 +49,8 @@ def dpm_solver(x: Tensor, path: Trajectory, order: int) -> Tensor:
     In diffusers' order 3 the second difference has half of its Taylor weight, so it too converges with order 2, at about
     0.4 times the error.
     """
-    options = {"algorithm_type": "dpmsolver++", "solver_order": order}
-    return _run_scheduler("DPMSolverMultistepScheduler", x, path, lambda _step: {}, **options)
+    name = "DPMSolverMultistepScheduler"
+    return _run_scheduler(name, x, path, algorithm_type="dpmsolver++", solver_order=order)
 
 
 def heun(x: Tensor, path: Trajectory) -> Tensor:
@@ -82,9 +78,7 @@ def euler_maruyama(x: Tensor, path: Trajectory) -> Tensor:
     return x
 
 
-def _run_scheduler(
-    name: str, x: Tensor, path: Trajectory, step_options: Callable[[int], dict[str, Any]], **options: Any
-) -> Tensor:
+def _run_scheduler(name: str, x: Tensor, path: Trajectory, eta: float = 0.0, **options: Any) -> Tensor:
     """Sample with a diffusers scheduler whose n "training" steps are our n times, so no time is rounded.
 
     It is fed x0_hat, and works on x_t / sqrt(alpha^2 + sigma^2), which preserves variance for every process. From betas
@@ -105,7 +99,8 @@ def _run_scheduler(
     scheduler.set_timesteps(steps)
     for i, t in enumerate(scheduler.timesteps):
         x0, _ = path.denoise(x, i)
-        x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], **step_options(i)).prev_sample
+        noise = {"eta": eta, "variance_noise": path.noise(i)} if eta else {}
+        x = scale[i + 1] * scheduler.step(x0, t, x / scale[i], **noise).prev_sample
     return x
 
 

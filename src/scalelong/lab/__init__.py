@@ -24,6 +24,7 @@ import torch
 from matplotlib.figure import Figure
 
 from scalelong.files import write_text
+from scalelong.lab.matrix_unet import METHODS
 from scalelong.progress import Progress
 from scalelong.report.colours import colour
 from scalelong.report.plots import save_figure
@@ -31,7 +32,7 @@ from scalelong.report.plots import save_figure
 __all__ = ["STUDIES", "Finding", "Study", "as_text", "draw", "run_study", "verdicts", "verify_theory", "write"]
 
 STUDIES = ("lemma32", "theorem31", "theorem33", "theorem34", "mechanism")
-METHOD_COLOURS = {method: colour(method) for method in ("none", "universal", "cs", "cs_reversed")}
+METHOD_COLOURS = {method: colour(method) for method in METHODS}
 
 
 @dataclass(frozen=True)

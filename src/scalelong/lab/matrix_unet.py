@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.diffusion import VPSDE, draw_time_and_noise
+from scalelong.errors import require
 from scalelong.random import uniform
-from scalelong.scaling.constant import constant_coefficients, reversed_coefficients, universal_coefficients
+from scalelong.scaling.constant import CONSTANT_METHODS
 
 GAINS = {"unit": 1.0, "paper": 2.0}
 METHODS = ("none", "universal", "cs", "cs_reversed")
@@ -54,8 +55,7 @@ class MatrixUNet(nn.Module):
     def __init__(self, width: int, layers: int, num_skips: int) -> None:
         super().__init__()
         for key, value in {"width": width, "layers": layers, "num_skips": num_skips}.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"matrix_unet.{key}: must be a whole number of at least 1, got {value!r}")
+            require(type(value) is int and value >= 1, f"matrix_unet.{key}", "a whole number of at least 1", value)
         self.width = width
         self.num_skips = num_skips
         self.a = nn.ModuleList(stacked_block(width, layers) for _ in range(num_skips))
@@ -104,8 +104,7 @@ class MatrixUNet(nn.Module):
 
 def coefficients_of(method: str, num_skips: int, kappa: float = 0.7) -> list[float]:
     """kappa_1 .. kappa_N of one of METHODS."""
-    rules = {"universal": universal_coefficients, "cs": constant_coefficients, "cs_reversed": reversed_coefficients}
-    return rules[method](num_skips, kappa) if method != "none" else [1.0] * num_skips
+    return CONSTANT_METHODS[method](num_skips, kappa) if method != "none" else [1.0] * num_skips
 
 
 def noisy_inputs(count: int, width: int, seed: int) -> tuple[Tensor, Tensor]:

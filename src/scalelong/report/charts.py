@@ -60,10 +60,8 @@ def make_charts(comparison: Comparison) -> dict[str, Chart]:
 
 
 def _loss_charts(comparison: Comparison, limit: int) -> list[Chart]:
-    read = comparison.plotted_loss, limit
-    steps, seconds = (
-        _curves(comparison, *read, timed, methodcaller("column", "train", "loss")) for timed in (False, True)
-    )
+    raw = methodcaller("column", "train", "loss")
+    steps, seconds = (_curves(comparison, comparison.plotted_loss, limit, timed, raw) for timed in (False, True))
     log, top = _y_axis([value for series in steps for value in series["y"]])
     return [
         Chart("loss-steps", "Loss against steps", "step", "loss", steps, log=log, top=top),
@@ -77,15 +75,13 @@ def _validation_charts(comparison: Comparison, limit: int) -> list[Chart]:
         return []
     curves = _curves(comparison, methodcaller("column", "validation", "loss"), limit)
     log, top = _y_axis([value for series in curves for value in series["y"]])
-    relative = []
-    for i, group in enumerate(comparison.groups):
-        gaps = [100 * gap for gap in comparison.noise_gaps(group)]
-        relative.append(_points(i, range(len(gaps)), gaps))
+    gaps = [[100 * gap for gap in comparison.noise_gaps(group)] for group in comparison.groups]
+    relative = [_points(i, range(len(own)), own) for i, own in enumerate(gaps)]
     names = [f"bin {i}" for i in range(1, NOISE_BINS + 1)]
-    about = ("Validation loss by noise", "tenth of the training times (1: least noise)", "% against the baseline")
+    by_noise = ("Validation loss by noise", "tenth of the training times (1: least noise)", "% against the baseline")
     return [
         Chart("validation-steps", "Validation loss", "step", "loss", curves, log=log, top=top),
-        Chart("validation-bins", *about, relative, "index", names=names, dots=True),
+        Chart("validation-bins", *by_noise, relative, "index", names=names, dots=True),
     ]
 
 
@@ -103,7 +99,7 @@ def _quality_charts(comparison: Comparison, limit: int) -> list[Chart]:
 def _speedup_charts(comparison: Comparison) -> list[Chart]:
     """Steps of the baseline divided by those of the method against quality, with a band over seeds and a crossover mark."""
     charts = []
-    for n, (what, own) in enumerate(comparison.all_speed_ups().items()):
+    for n, (what, own) in enumerate(comparison.speed_ups().items()):
         series = []
         for group, found in own:
             grid = sorted(found.qualities)  # chart.js wants rising x, and draws better qualities to the right
@@ -121,15 +117,14 @@ def _speedup_charts(comparison: Comparison) -> list[Chart]:
         if series:
             ends = [min(one["x"][0] for one in series), max(one["x"][-1] for one in series)]
             series.append({**_points(-1, ends, [1.0, 1.0]), "label": comparison.baseline.label})
-            about = (f"Speed-up by {what}", f"{what}, better to the right", "times as fast in steps")
-            charts.append(Chart(f"speedup-{n}", *about, series, "quality"))
+            title, x_label = f"Speed-up by {what}", f"{what}, better to the right"
+            charts.append(Chart(f"speedup-{n}", title, x_label, "times as fast in steps", series, "quality"))
     return charts
 
 
 def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
     blocks = list(dict.fromkeys(block for run in comparison.runs for block in run.blocks))
     middle = next((run.middle_block for run in comparison.runs if run.blocks), "")
-    index = {"x_kind": "index", "names": blocks, "dots": True, "from_zero": True}
     charts = []
     kinds = (("norm", "Feature", "norm on a fixed batch"), ("gradient", "Gradient", "norm of the gradient"))
     for what, name, label in kinds:
@@ -137,11 +132,12 @@ def _oscillation_charts(comparison: Comparison, limit: int) -> list[Chart]:
         variants = {block: _curves(comparison, read, limit) for block, read in columns.items()}
         values = [v for series in variants.get(middle, []) for v in series["y"] if v > 0]
         log = bool(values) and what == "gradient" and max(values) > 10 * min(values)
-        curves = {"log": log, "variants": variants, "chosen": middle}
         series = [_by_block(i, group, blocks, what, comparison.horizon) for i, group in enumerate(comparison.groups)]
-        title = f"{name} oscillation by block"
-        charts.append(Chart(f"{what}-steps", f"{name} norm", "step", label, [], **curves))  # type: ignore[arg-type]
-        charts.append(Chart(f"{what}-blocks", title, "block", "relative oscillation", series, **index))  # type: ignore[arg-type]
+        by_block = (f"{name} oscillation by block", "block", "relative oscillation", series, "index")
+        charts += [
+            Chart(f"{what}-steps", f"{name} norm", "step", label, [], log=log, variants=variants, chosen=middle),
+            Chart(f"{what}-blocks", *by_block, names=blocks, dots=True, from_zero=True),
+        ]
     return charts
 
 
@@ -161,14 +157,17 @@ def _coefficient_chart(comparison: Comparison) -> Chart:
 
 
 def _curves(runs: Comparison, read: Read, limit: int, timed: bool = False, raw: Read | None = None) -> list[Series]:
-    """One curve per method: a single run with its raw values, or the mean over seeds ± sd."""
+    """One curve per method."""
     return [_curve(i, group, read, limit, timed, raw) for i, group in enumerate(runs.groups)]
 
 
 def _curve(index: int, group: Group, read: Read, limit: int, timed: bool, raw: Read | None) -> Series:
+    """A single run with its raw values, or the mean over seeds ± sd."""
     runs = [(run, column) for run in group.runs if (column := read(run))[0]]
-    if len(runs) != 1:
-        return _mean_curve(index, runs, limit, timed) if runs else _points(index, [], [])
+    if not runs:
+        return _points(index, [], [])
+    if len(runs) > 1:
+        return _mean_curve(index, runs, limit, timed)
     run, column = runs[0]
     series = _points(index, *_thinned_column(run, column, limit, timed))
     if raw is not None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import methodcaller
 
 from scalelong.errors import unknown_name
 from scalelong.report.groups import Group, group_runs, headings, metrics_of, protocols
@@ -116,6 +117,11 @@ class Comparison:
         return next((group for group in self.groups if group.method == "none"), self.groups[0])
 
     @property
+    def others(self) -> list[Group]:
+        """All groups but the baseline."""
+        return [group for group in self.groups if group is not self.baseline]
+
+    @property
     def same_validation(self) -> bool:
         """True if all validation losses use the same images, times and noise."""
         return self.same_loss and len(frozenset().union(*(run.validated_on for run in self.runs))) < 2
@@ -181,36 +187,28 @@ class Comparison:
             paired = group.seeds == other.seeds
         return difference(a, b, paired)
 
-    def speed_ups(self, measure: str | Metric) -> list[tuple[Group, SpeedUp]]:
-        """The speed-up curve of each method over the baseline by "loss" (running mean), "validation" or a metric."""
-        comparable = self.same_data if isinstance(measure, Metric) else self.same_loss
-        if measure == "validation":
-            comparable = self.same_validation
-        found = []
-        for group in self.groups if comparable else ():
-            if group is not self.baseline:
-                pairs = [(self._curve(a, measure), self._curve(b, measure)) for a, b in paired(group, self.baseline)]
+    def speed_ups(self) -> dict[str, list[tuple[Group, SpeedUp]]]:
+        """The speed-up curve of each method over the baseline, by what it is measured in, where it can be computed."""
+        columns: dict[str, Callable[[Run], Column]] = {}
+        if self.same_validation:
+            columns["validation loss"] = methodcaller("column", "validation", "loss")
+        if self.same_loss:
+            columns["loss"] = self._full_windows
+        if self.same_data:
+            columns |= {self.heading(metric): methodcaller("quality", metric) for metric in self.metrics}
+        found: dict[str, list[tuple[Group, SpeedUp]]] = {}
+        for name, read in columns.items():
+            for group in self.others:
+                pairs = [(_curve(a, read(a)), _curve(b, read(b))) for a, b in paired(group, self.baseline)]
                 if (one := speed_up(pairs)) is not None:
-                    found.append((group, one))
+                    found.setdefault(name, []).append((group, one))
         return found
 
-    def _curve(self, run: Run, measure: str | Metric) -> Curve:
-        if isinstance(measure, Metric):
-            steps, values = run.quality(measure)
-        elif measure == "validation":
-            steps, values = run.column("validation", "loss")
-        else:
-            steps, values = self.smoothed_loss(run)
-            full = next((i for i, step in enumerate(steps) if step >= self.window), 0)  # where the window is full
-            steps, values = steps[full:], values[full:]
-        return Curve(steps, values, run.seconds_at(steps))
-
-    def all_speed_ups(self) -> dict[str, list[tuple[Group, SpeedUp]]]:
-        """Every speed-up that can be computed, by what it is measured in."""
-        measures: dict[str, str | Metric] = {"validation loss": "validation", "loss": "loss"}
-        measures |= {self.heading(metric): metric for metric in self.metrics}
-        found = {name: self.speed_ups(measure) for name, measure in measures.items()}
-        return {name: own for name, own in found.items() if own}
+    def _full_windows(self, run: Run) -> Column:
+        """Running mean of the loss where its window is full."""
+        steps, values = self.smoothed_loss(run)
+        full = next((i for i, step in enumerate(steps) if step >= self.window), 0)
+        return steps[full:], values[full:]
 
     def races(self, loss: float | None = None, metric_value: float | None = None) -> list[Race]:
         """The race to a loss and those to a value of each metric, as far as they compare."""
@@ -284,6 +282,10 @@ def paired(group: Group, other: Group) -> list[tuple[Run, Run]]:
     by_seed = {run.seed: run for run in other.runs}
     same = [(run, by_seed[run.seed]) for run in group.runs if run.seed in by_seed]
     return same or list(zip(group.runs, other.runs, strict=False))
+
+
+def _curve(run: Run, column: Column) -> Curve:
+    return Curve(*column, run.seconds_at(column[0]))
 
 
 def _same_data(run: Run, other: Run) -> bool:

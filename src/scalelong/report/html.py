@@ -53,10 +53,13 @@ def write_report(
     comparison = compare_runs(runs)
     races = comparison.races(loss, metric_value)
     source = PackageLoader("scalelong.report")
-    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    environment = Environment(loader=source, **options)  # type: ignore[arg-type]
+    environment = Environment(
+        loader=source, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.filters |= {"tight": _tight, "count": count, "duration": duration, "number": number, "shown": _shown}
-    charts, colours = make_charts(comparison), _colours(comparison.groups)
+    charts = make_charts(comparison)
+    methods = {group.label: group.method for group in comparison.groups}
+    colours = dict(zip(methods, assign([*methods.values()]), strict=True))  # an entry of the palette for each label
     names = joined(sorted({run.config.data.name for run in comparison.runs}))
     page = environment.get_template("report.html").render(
         files={name: source.get_source(environment, name)[0] for name in ("report.css", "chart.js", "page.js")},
@@ -108,11 +111,6 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("Device", joined(devices) or "not recorded"),
         ("Training time", f"{duration(spent)} in all"),
     ]
-
-
-def _colours(groups: Sequence[Group]) -> dict[str, int]:
-    """An entry of the palette for each group, by label."""
-    return dict(zip((g.label for g in groups), assign([g.method for g in groups]), strict=True))
 
 
 def _tight(text: str) -> str:

@@ -152,7 +152,7 @@ def _box(axes: Axes, x: float, y: float, width: float, row: float, fill: str, te
 def plot_seeds(comparison: Comparison, path: Path) -> None:
     """Loss, loss relative to the baseline (of the same seed if shared), and coefficients; means and ranges over seeds."""
     figure, (loss, gap, kappa) = panels(3)
-    chosen = assign([group.runs[0].config.scaling.method for group in comparison.groups])
+    chosen = assign([group.method for group in comparison.groups])
     for group, index in zip(comparison.groups, chosen, strict=True):
         style: dict[str, Any] = {"color": PALETTE[index][0], "label": group.label, "linewidth": 1.6}
         curves = [comparison.smoothed_loss(run) for run in group.runs]

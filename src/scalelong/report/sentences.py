@@ -19,9 +19,7 @@ def findings(comparison: Comparison, race: Race | None = None) -> list[tuple[Gro
     """What each method changes relative to the baseline, in one or two sentences."""
     race = race or comparison.loss_race()
     found = []
-    for group in comparison.groups:
-        if group is comparison.baseline:
-            continue
+    for group in comparison.others:
         parts = [oscillation(comparison, group), final_loss(comparison, group)]
         parts += [quality(comparison, group, metric) for metric in comparison.metrics[:1]]
         text = "; ".join(part for part in parts if part) or "none of its records can be compared"
@@ -65,10 +63,8 @@ def seeds(comparison: Comparison) -> str:
     """How reliable the numbers are, from the number of seeds."""
     counts = {len(set(group.seeds)) for group in comparison.groups}
     if counts == {1}:
-        rule = "Standard errors here come from the noise within a run only."
-        return (
-            f"Each method ran with a single seed, which is not conclusive: another seed may reverse the order. {rule}"
-        )
+        once = "Each method ran with a single seed, which is not conclusive: another seed may reverse the order."
+        return f"{once} Standard errors here come from the noise within a run only."
     if 1 in counts:
         single = [group.label for group in comparison.groups if len(set(group.seeds)) == 1]
         return f"Mean ± sd over seeds; {joined(single)} ran with a single seed, which is not conclusive."
@@ -81,10 +77,12 @@ def oscillations(comparison: Comparison) -> list[str]:
     """Features and gradients of the middle block of each method but the baseline."""
     if not comparison.same_probes:
         return ["The oscillations of these runs are not comparable, so they are plotted but not ranked."]
-    others = [group for group in comparison.groups if group is not comparison.baseline]
-    kinds = ("feature_oscillation", "gradient_oscillation")
-    texts = ["; ".join(filter(None, (oscillation(comparison, group, kind) for kind in kinds))) for group in others]
-    return [f"{text}." for text in texts if text]
+    found = []
+    for group in comparison.others:
+        both = [oscillation(comparison, group, kind) for kind in ("feature_oscillation", "gradient_oscillation")]
+        if any(both):
+            found.append("; ".join(text for text in both if text) + ".")
+    return found
 
 
 def oscillation(comparison: Comparison, group: Group, measure: str = "feature_oscillation") -> str:
@@ -92,10 +90,9 @@ def oscillation(comparison: Comparison, group: Group, measure: str = "feature_os
     new, old = comparison.measure(group, measure), comparison.measure(comparison.baseline, measure)
     if not comparison.same_probes or not (math.isfinite(new.mean) and math.isfinite(old.mean)):
         return ""
-    gradient = measure.startswith("gradient")
-    who, what = (
-        ("it", "the oscillation of its gradient") if gradient else (group.label, "the oscillation of the middle block")
-    )
+    who, what = group.label, "the oscillation of the middle block"
+    if measure == "gradient_oscillation":
+        who, what = "it", "the oscillation of its gradient"
     values = f"{with_sd(old, 3)} to {with_sd(new, 3)} ({percent(new.mean, old.mean)})"
     difference = comparison.difference(group, comparison.baseline, measure)
     if difference.within_noise:
@@ -139,14 +136,11 @@ def quality(comparison: Comparison, group: Group, metric: Metric) -> str:
 def noise_bins(comparison: Comparison) -> list[str]:
     """Range of the validation loss over bins of noise: "cs 0.7: −1.2% (bin 9) to +0.4% (bin 1) against none, ..."."""
     found = []
-    for group in comparison.groups:
-        gaps = comparison.noise_gaps(group) if group is not comparison.baseline else []
-        if gaps:
-            low, high = min(gaps), max(gaps)
-            lowest, highest = (f"{percent(1 + gap, 1)} (bin {gaps.index(gap) + 1})" for gap in (low, high))
-            found.append(
-                f"{group.label}: {lowest} to {highest} against {comparison.baseline.label}, over {len(gaps)} bins of noise."
-            )
+    for group in comparison.others:
+        if gaps := comparison.noise_gaps(group):
+            low, high = (f"{percent(1 + gap, 1)} (bin {gaps.index(gap) + 1})" for gap in (min(gaps), max(gaps)))
+            against = f"against {comparison.baseline.label}, over {len(gaps)} bins of noise"
+            found.append(f"{group.label}: {low} to {high} {against}.")
     return found
 
 
@@ -196,7 +190,7 @@ def speed_ups(comparison: Comparison) -> list[str]:
     """Crossover and speed-up of each method relative to the baseline."""
     return [
         describe(group.label, comparison.baseline.label, what, found)
-        for what, own in comparison.all_speed_ups().items()
+        for what, own in comparison.speed_ups().items()
         for group, found in own
     ]
 
@@ -240,9 +234,9 @@ def throughput(comparison: Comparison) -> str:
     if not math.isfinite(base.mean):
         return "No throughput was recorded."
     parts = [f"{comparison.baseline.label} trains on {number(base.mean, 3)} images per second (median)"]
-    for group in comparison.groups:
+    for group in comparison.others:
         own = comparison.measure(group, "images_per_second")
-        if group is not comparison.baseline and math.isfinite(own.mean):
+        if math.isfinite(own.mean):
             parts.append(f"{group.label} on {number(own.mean, 3)} ({percent(own.mean, base.mean)})")
     return f"{joined(parts)}."
 

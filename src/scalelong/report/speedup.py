@@ -75,20 +75,17 @@ class SpeedUp:
 
     def at(self, quality: float, timed: bool = False) -> Estimate:
         """The speed-up at a quality over the seeds where both runs reach it."""
-        both = ((b.arrival(quality, timed), m.arrival(quality, timed)) for m, b in self.pairs)
-        return estimate([base / mine if mine > 0 else math.nan for base, mine in both])
+        return estimate([_ratio(method, baseline, quality, timed) for method, baseline in self.pairs])
 
-    def final_arrivals(self) -> list[tuple[float, float]]:
-        """For each seed the steps of method and baseline to the best value of that seed's baseline; nan: not reached."""
-        found = []
-        for method, baseline in self.pairs:
-            goal = min(baseline.values)
-            found.append((method.arrival(goal), baseline.arrival(goal)))
-        return found
-
-    def final_speed_up(self) -> Estimate:
+    def final_speed_up(self, timed: bool = False) -> Estimate:
         """The speed-up to the best value that each seed's baseline reaches, over the seeds that reach it."""
-        return estimate([base / mine if mine > 0 else math.nan for mine, base in self.final_arrivals()])
+        return estimate([_ratio(method, baseline, min(baseline.values), timed) for method, baseline in self.pairs])
+
+
+def _ratio(method: Curve, baseline: Curve, quality: float, timed: bool) -> float:
+    """Baseline's steps (or seconds) to a quality over the method's; nan if one of them does not reach it."""
+    mine = method.arrival(quality, timed)
+    return baseline.arrival(quality, timed) / mine if mine > 0 else math.nan
 
 
 def speed_up(pairs: Sequence[tuple[Curve, Curve]]) -> SpeedUp | None:
@@ -155,36 +152,27 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
         text = f"behind {baseline} until step {count(lead.behind_until)}, then ahead ({gap}){spread}"
     else:
         text = f"behind {baseline} at the end ({gap}){spread}"
-    reached = sum(math.isfinite(mine) for mine, _ in found.final_arrivals())
+    reached = sum(math.isfinite(mine.arrival(min(theirs.values))) for mine, theirs in found.pairs)
     goal = f"the best {what} of {baseline} ({number(found.final)})"
     if reached < seeds:
         who = f" by {seeds - reached} of {seeds} seeds" if seeds > 1 else ""
         within = f" in {count(min(method.steps[-1] for method, _ in found.pairs))} steps"
         return f"{label}, {what}: {text}; {goal} is not reached{who}{within}."
-    ratio, timed = found.final_speed_up(), estimate(_timed_final(found))
+    ratio, timed = found.final_speed_up(), found.final_speed_up(timed=True)
     in_time = f", {times(timed.mean)} in time" if timed.n == seeds else ""
     sd = f" ± {ratio.sd:.2f}" if math.isfinite(ratio.sd) else ""
     return f"{label}, {what}: {text}; it reaches {goal} {times(ratio.mean)}{sd} as fast in steps{in_time}."
 
 
-def _timed_final(found: SpeedUp) -> list[float]:
-    both = [(b.arrival(min(b.values), True), m.arrival(min(b.values), True)) for m, b in found.pairs]
-    return [base / mine if mine > 0 else math.nan for base, mine in both]
-
-
-def table(
-    found: Sequence[tuple[str, SpeedUp]], baseline: str, shares: Sequence[float] = (0.25, 0.5, 0.75, 1.0)
-) -> list[list[str]]:
-    """Speed-ups at the qualities that the baseline has after these shares of its steps; the first row is the head."""
+def table(found: Sequence[tuple[str, SpeedUp]], baseline: str) -> list[list[str]]:
+    """Speed-ups at the qualities that the baseline has after quarters of its steps; the first row is the head."""
     if not found:
         return []
-    steps = [share * min(b.steps[-1] for _, one in found for _, b in one.pairs) for share in shares]
+    last = min(b.steps[-1] for _, one in found for _, b in one.pairs)
+    steps = [last * quarter / 4 for quarter in (1, 2, 3, 4)]
     goals = [fmean(_lowest(b, step) for _, b in found[0][1].pairs) for step in steps]
     head = [f"{baseline} at {count(step)}: {number(goal)}" for step, goal in zip(steps, goals, strict=True)]
-    rows = [["method", *head]]
-    for label, one in found:
-        rows.append([label, *(_cell(one, goal) for goal in goals)])
-    return rows
+    return [["method", *head], *([label, *(_cell(one, goal) for goal in goals)] for label, one in found)]
 
 
 def _lowest(curve: Curve, upto: float) -> float:

@@ -44,7 +44,7 @@ def summary(comparison: Comparison, races: Sequence[Race], refused: Sequence[str
         why = race.protocol if race.asked else f"{race.protocol}; the worst value that any run ends with"
         parts.append(f"To reach {race.what} {number(race.target)} ({why}):")
         parts += [aligned(arrivals_table(race)), aligned(pairs_table(race))]
-    for what, own in comparison.all_speed_ups().items():
+    for what, own in comparison.speed_ups().items():
         parts.append(f"Speed-up in steps over {comparison.baseline.label}, by {what}:")
         parts.append(aligned(speedup.table([(group.label, one) for group, one in own], comparison.baseline.label)))
     parts.append("\n".join(sentences.speed_ups(comparison)))
@@ -106,12 +106,11 @@ def pairs_table(race: Race) -> Rows:
     rows = [["method", "against", "speed-up in steps", "speed-up in time"]]
     for pair in race.pairs():
         a, b = pair.first, pair.second
+        in_steps = times(pair.in_steps) if a.steps.resolved(b.steps) else UNRESOLVED
+        in_time = times(pair.in_seconds) if a.seconds.resolved(b.seconds) else UNRESOLVED
         if late := [arrivals.group.label for arrivals in (a, b) if not arrivals.all_reached]:
-            cells = [f"{' and '.join(late)}: not reached", UNKNOWN]
-        else:
-            in_steps = times(pair.in_steps) if a.steps.resolved(b.steps) else UNRESOLVED
-            cells = [in_steps, times(pair.in_seconds) if a.seconds.resolved(b.seconds) else UNRESOLVED]
-        rows.append([a.group.label, b.group.label, *cells])
+            in_steps, in_time = f"{' and '.join(late)}: not reached", UNKNOWN
+        rows.append([a.group.label, b.group.label, in_steps, in_time])
     return rows
 
 
@@ -144,9 +143,12 @@ def _cell(comparison: Comparison, group: Group, measure: str | Metric) -> str:
 def _when(arrivals: Arrivals, when: Arrival, written: Callable[[float], str]) -> str:
     if not arrivals.reached:
         return "not reached"
-    text = f"{written(when.mean)} ± {written(when.sd)}" if math.isfinite(when.sd) else written(when.mean)
-    text = duration_with_sd(when) if written is duration else text
-    text = text if math.isnan(when.after) else f"{written(when.after)} to {text}"
+    if written is duration:
+        text = duration_with_sd(when)
+    else:
+        text = f"{written(when.mean)} ± {written(when.sd)}" if math.isfinite(when.sd) else written(when.mean)
+    if math.isfinite(when.after):
+        text = f"{written(when.after)} to {text}"
     total = len(arrivals.group.runs)
     return text if arrivals.all_reached else f"{text} ({arrivals.reached} of {total} seeds; the others: not reached)"
 

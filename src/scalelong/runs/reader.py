@@ -176,7 +176,7 @@ def read_run(folder: str | Path) -> Run:
     start: list[Record] = []
     evaluations: list[Measurement] = []
     linear_probes: list[Record] = []
-    validated: set[str] = set()
+    validated_on: set[str] = set()
     damaged = 0
     for record in each_record(inside(folder, METRICS)):
         try:
@@ -185,7 +185,7 @@ def read_run(folder: str | Path) -> Run:
             elif (kind := record.get("kind")) in columns:
                 columns[kind].add(record)
                 if kind == "validation":
-                    validated.add(f"{record.get('split')!s:.40} {record.get('images')!s:.40}")
+                    validated_on.add(f"{record.get('split')!s:.40} {record.get('images')!s:.40}")
             elif kind == "start":
                 check(isinstance(record.get("data"), str | None))
                 start.append(printable(record))
@@ -197,9 +197,16 @@ def read_run(folder: str | Path) -> Run:
             damaged += 1
     if not columns["train"]:
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
-    finite = tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value))
-    given = (damaged, tuple(start), finite, columns["validation"], frozenset(validated), tuple(linear_probes))
-    return Run(folder, config, columns["train"], columns["probe"], *given)
+    return Run(
+        folder,
+        config,
+        **columns,
+        damaged_lines=damaged,
+        start=tuple(start),
+        evaluations=tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value)),
+        validated_on=frozenset(validated_on),
+        linear_probes=tuple(linear_probes),
+    )
 
 
 def _read_probe(path: Path) -> Run:

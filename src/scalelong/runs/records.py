@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from scalelong.errors import is_number
 from scalelong.runs.settings import SamplingSettings
 
 Record = dict[str, Any]
@@ -73,12 +74,10 @@ class Records:
                 if column is not None and value is not None and -LARGEST <= value <= LARGEST:
                     column[0].append(step)
                     column[1].append(value)
-            elif key in LISTS and isinstance(value, list) and value and all(map(is_number, value)):
-                self._add_list(self._lists[key], step, array("d", value))
-
-    def _add_list(self, known: list[tuple[int, array[float]]], step: int, values: array[float]) -> None:
-        if not known or known[-1][1] != values:
-            known.append((step, values))
+            elif key in LISTS and isinstance(value, list) and value and all(map(is_plausible, value)):
+                known, values = self._lists[key], array("d", value)
+                if not known or known[-1][1] != values:
+                    known.append((step, values))
 
     def column(self, key: str) -> tuple[array[int], array[float]]:
         """Steps and finite numbers under a key, in the order of the steps."""
@@ -109,7 +108,7 @@ def measurement(record: Record, run: SamplingSettings) -> Measurement:
     """Validate an evaluation record; null becomes nan."""
     value, n, name = record["value"], record["n"], record["metric"]
     texts = {key: record[key] for key in ("extractor", "weights", "reference") if record.get(key) is not None}
-    check(all(isinstance(text, str) for text in (name, *texts.values())), value is None or is_number(value))
+    check(all(isinstance(text, str) for text in (name, *texts.values())), value is None or is_plausible(value))
     check(is_count(n) and n > 0)
     metric = Metric(name, n, sampling=_sampling(record, run), **texts)
     return Measurement(record["step"], math.nan if value is None else float(value), metric, record.get("sample_seed"))
@@ -122,7 +121,7 @@ def checked_probe(record: Record) -> Record:
     check(record["block"] in record["blocks"], record["level"] in levels, isinstance(record["protocol"], str))
     numbers = [*levels, *(value for row in rows for value in row), record["accuracy"], record["n_held_out"]]
     floors = [record[key] for key in ("random_network", "pixels") if record.get(key) is not None]
-    check(all(len(row) == len(levels) for row in rows), *map(is_number, [*numbers, *floors]))
+    check(all(len(row) == len(levels) for row in rows), *map(is_plausible, [*numbers, *floors]))
     return record
 
 
@@ -144,7 +143,7 @@ def _sampling(record: Record, run: SamplingSettings) -> SamplingSettings:
     for key in ("sampler", "precision", "clip"):
         check(isinstance(known[key], type(default[key])))
     numbers = [known["guidance"], known["skip_tuning"], low, 0 if high == math.inf else high]
-    check(is_count(known["steps"]), *map(is_number, numbers))
+    check(is_count(known["steps"]), *map(is_plausible, numbers))
     guided = known["guidance"] != 1
     return SamplingSettings(**known | {"guidance_interval": (low, high) if guided else default["guidance_interval"]})
 
@@ -158,6 +157,6 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def is_number(value: Any) -> bool:
+def is_plausible(value: Any) -> bool:
     """True for a finite number of a plausible size."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    return is_number(value) and -LARGEST <= value <= LARGEST

@@ -97,11 +97,12 @@ def _gradients(run: Run) -> list[Sentence]:
         return [Sentence("gradients", text, 0.0, True)]
     spikes = sum(peak > SPIKES * usual for peak in peaks)
     largest, at = max(zip(peaks, steps, strict=True), key=lambda pair: pair[0])
-    text = f"Gradients do not spike: the largest norm, {largest:.3g} by step {at}, is {largest / usual:.1f} times the median"
-    text = f"{text} {usual:.3g} (limit {SPIKES:g})."
     if spikes:
         above = f"{spikes} of {len(peaks)} records have a norm above {SPIKES:g} times the median {usual:.3g}"
         text = f"Gradients spike: {above}, the largest {largest:.3g} by step {at}."
+    else:
+        times = f"{largest / usual:.1f} times the median {usual:.3g} (limit {SPIKES:g})"
+        text = f"Gradients do not spike: the largest norm, {largest:.3g} by step {at}, is {times}."
     found = [Sentence("gradients", text, largest / usual, spikes > 0)]
     return found + _block_gradients(run)
 
@@ -178,6 +179,6 @@ def _advice(found: Sequence[Sentence], config: RunConfig, elsewhere: bool = Fals
 
 def _oscillations(run: Run, what: str) -> dict[str, float]:
     """Relative oscillation of each block's "norm" or "gradient" after the warm-up."""
-    keys = [key for key in run.probe.keys if key.startswith(f"{what}/")]
-    found = {key.removeprefix(f"{what}/"): run.oscillation(key.removeprefix(f"{what}/"), what=what) for key in keys}
+    blocks = [key.removeprefix(f"{what}/") for key in run.probe.keys if key.startswith(f"{what}/")]
+    found = {block: run.oscillation(block, what=what) for block in blocks}
     return {block: value for block, value in found.items() if not math.isnan(value)}

@@ -9,6 +9,7 @@ kappa of CS. No rule beats 0.7 (experiments/auto-kappa). In the long runs CS tra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from scalelong.data import Source, sample_to_item, to_float
 from scalelong.diffusion import Objective, Process, draw_time_and_noise
+from scalelong.errors import require
 from scalelong.report.colours import BLUE, ORANGE, PINK
 from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.settings import ScalingSettings
@@ -153,17 +155,16 @@ def recommend_kappa(
     0.7
     """
     for key, number, least in (("num_skips", num_skips, 1), ("samples", samples, 100)):
-        if type(number) is not int or number < least:
-            raise ValueError(f"{key}: must be an int of at least {least}, got {number!r}")
+        require(type(number) is int and number >= least, key, f"an int of at least {least}", number)
     objective, values = Objective(process, prediction), _Values(data, seed)
-    targets, inputs = squared_norms(values, objective, samples, seed)
+    targets, inputs = squared_norms(values.rows, objective, samples, seed)
     ratios, warnings = (targets / inputs).sort().values, []
     interval, between = ratio_interval(ratios), f"from {values.low:.4g} to {values.high:.4g}"
     if values.low >= 0 and not values.outside:
         warnings.append(f"no value is below 0 ({between}); if the data are in [0, 1], use 2 x - 1")
     if values.outside:
         warnings.append(f"the data range {between}, outside [-1, 1]")
-        rescaled = ratio_interval(torch.div(*squared_norms(values.rescaled(), objective, samples, seed)))
+        rescaled = ratio_interval(torch.div(*squared_norms(values.rescaled_rows, objective, samples, seed)))
         given, scaled = (f"{low:.3f} .. {high:.3f}" for low, high in (interval, rescaled))
         warnings.append(f"the interval for the sum is {given} as given, {scaled} with the data scaled to [-1, 1]")
     if (share := float(ratios[-max(1, samples // 100) :].sum() / ratios.sum())) > 0.5:
@@ -176,13 +177,20 @@ def recommend_kappa(
         for name, ratio in means.items()
     ]
     short = steps is not None and steps < CROSSOVER
-    kappa, kappas = 1.0 if short or num_skips == 1 else USUAL_KAPPA, readings[0].kappa_interval
-    middle = kappa_for_sum(math.sqrt(math.prod(interval)), num_skips)
-    error = float(ratios.std() / math.sqrt(samples))
     return Recommendation(
-        kappa, middle, kappas, interval, num_skips, samples, error, objective.prediction, tuple(ratios.tolist()),
-        tuple(readings), steps, (*warnings, *_clamp_warnings(*interval, num_skips)),
-    )  # fmt: skip
+        kappa=1.0 if short or num_skips == 1 else USUAL_KAPPA,
+        middle=kappa_for_sum(math.sqrt(math.prod(interval)), num_skips),
+        kappa_interval=readings[0].kappa_interval,
+        sum_interval=interval,
+        num_skips=num_skips,
+        samples=samples,
+        standard_error=float(ratios.std() / math.sqrt(samples)),
+        prediction=objective.prediction,
+        ratios=tuple(ratios.tolist()),
+        readings=tuple(readings),
+        steps=steps,
+        warnings=(*warnings, *_clamp_warnings(*interval, num_skips)),
+    )
 
 
 def ratio_interval(ratios: Tensor) -> tuple[float, float]:
@@ -191,12 +199,14 @@ def ratio_interval(ratios: Tensor) -> tuple[float, float]:
     return min(mean, tail), max(mean, tail)
 
 
-def squared_norms(values: _Values, objective: Objective, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+def squared_norms(
+    rows: Callable[[Tensor], Tensor], objective: Objective, samples: int, seed: int
+) -> tuple[Tensor, Tensor]:
     """(||target||^2, ||input||^2), (B,) each, of training samples; t, noise and image are functions of seed and index."""
     process, targets, inputs = objective.process, [], []
     for start in range(0, samples, _CHUNK):
         index = torch.arange(start, min(start + _CHUNK, samples))
-        x0 = values.rows(index)
+        x0 = rows(index)
         t, noise = draw_time_and_noise(process, seed, index, (x0.shape[1],))
         x_t, alpha, sigma = process.diffuse(x0, noise.double(), t)
         p, q = objective.target_weights(alpha.double(), sigma.double())
@@ -212,8 +222,8 @@ def squared_norms(values: _Values, objective: Objective, samples: int, seed: int
 class _Values:
     """Rows of float64 values from any kind of data."""
 
-    def __init__(self, data: Data, seed: int, scale: float = 1.0, shift: float = 0.0) -> None:
-        self.data, self.seed, self.scale, self.shift = data, seed, scale, shift
+    def __init__(self, data: Data, seed: int) -> None:
+        self.data, self.seed = data, seed
         if isinstance(data, np.ndarray):
             self.data = data = torch.from_numpy(np.ascontiguousarray(data))
         if not isinstance(data, (Source, Tensor)):
@@ -230,11 +240,6 @@ class _Values:
     def outside(self) -> bool:
         return self.low < -1 - 1e-6 or self.high > 1 + 1e-6
 
-    def rescaled(self) -> _Values:
-        """The same data, shifted and scaled to fill [-1, 1]."""
-        scale = 2 / (self.high - self.low) if self.high > self.low else 1 / max(abs(self.high), 1.0)
-        return _Values(self.data, self.seed, scale, -1 - scale * self.low if self.high > self.low else 0.0)
-
     def rows(self, index: Tensor) -> Tensor:
         """(B, m) float64 of the samples at these indices, in the order of training."""
         if isinstance(self.data, Source):
@@ -244,7 +249,14 @@ class _Values:
         else:
             values = self.data[sample_to_item(self.seed, len(self.data), index)]
             values = to_float(values) if values.dtype == torch.uint8 else values
-        return values.cpu().flatten(1).double() * self.scale + self.shift
+        return values.cpu().flatten(1).double()
+
+    def rescaled_rows(self, index: Tensor) -> Tensor:
+        """The same, shifted and scaled to fill [-1, 1]."""
+        if self.high == self.low:
+            return self.rows(index) / max(abs(self.high), 1.0)
+        scale = 2 / (self.high - self.low)
+        return self.rows(index) * scale - (1 + scale * self.low)
 
 
 def _clamp_warnings(low: float, high: float, num_skips: int) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from scalelong.backbones.unet import unwrapped
-from scalelong.errors import did_you_mean
+from scalelong.errors import did_you_mean, require
 from scalelong.files import open_inside
 from scalelong.report.plots import finish, panels, save_figure
 from scalelong.runs.reader import MIDDLE, PROBE_EVERY, middle_of, relative_oscillation, relative_spread
@@ -53,8 +53,7 @@ class OscillationProbe:
         every: int = PROBE_EVERY,
         path: str | Path | None = None,  # JSON lines are appended here
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every: must be at least 1, got {every}")
+        require(every >= 1, "every", "at least 1", every)
         self.model = unwrapped(model)
         self._call = as_call(inputs)
         self.blocks = list(blocks) if blocks is not None else find_stages(self.model, self._call)

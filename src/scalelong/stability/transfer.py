@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -151,24 +151,22 @@ def optima(points: Sequence[Point], over: str = "lr") -> list[Optimum]:
 
 def _counted(points: Sequence[Point], kind: str, width: int, over: str) -> tuple[dict[float, float], int]:
     """Mean loss per value with the most seeds and no divergence, and the number of seeds."""
-    curve = dict(_curve(points, kind, width, over))
-    mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
-    seeds = {value: len({point.seed for point in mine if getattr(point, over) == value}) for value in curve}
-    most = max(seeds.values())
-    return {v: loss for v, loss in curve.items() if math.isfinite(loss) and seeds[v] == most}, most
+    curve = _curve(points, kind, width, over)
+    most = max(seeds for _, seeds in curve.values())
+    return {v: loss for v, (loss, seeds) in curve.items() if math.isfinite(loss) and seeds == most}, most
 
 
-def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> Iterator[tuple[float, float]]:
-    """(value, mean loss over seeds) at the best other value; inf if a seed diverged."""
-    other = "kappa" if over == "lr" else "lr"
+def _curve(points: Sequence[Point], kind: str, width: int, over: str) -> dict[float, tuple[float, int]]:
+    """Value -> (mean loss over seeds at the best other value, inf if a seed diverged; number of seeds)."""
+    other, curve = "kappa" if over == "lr" else "lr", {}
     mine = [point for point in points if (point.parametrization, point.width) == (kind, width)]
     for value in sorted({getattr(point, over) for point in mine}):
         here = [point for point in mine if getattr(point, over) == value]
-        means = []
-        for second in {getattr(point, other) for point in here}:
-            losses = [point.loss for point in here if getattr(point, other) == second]
-            means.append(math.inf if None in losses else mean(loss for loss in losses if loss is not None))
-        yield value, min(means)
+        losses: dict[float, list[float]] = {}
+        for point in here:
+            losses.setdefault(getattr(point, other), []).append(math.inf if point.loss is None else point.loss)
+        curve[value] = min(map(mean, losses.values())), len({point.seed for point in here})
+    return curve
 
 
 def summary(points: Sequence[Point], over: str = "lr") -> str:
@@ -178,7 +176,7 @@ def summary(points: Sequence[Point], over: str = "lr") -> str:
         rows = [each for each in found if each.parametrization == kind]
         lines += [f"{kind:9} {row.width:6d} {row.best:10.3g} {row.loss:9.5f} {row.seeds:6d}" for row in rows]
         moved = max(row.best for row in rows) / min(row.best for row in rows)
-        held = [dict(_curve(points, kind, row.width, over)).get(rows[0].best, math.inf) for row in rows]
+        held = [_curve(points, kind, row.width, over).get(rows[0].best, (math.inf, 0))[0] for row in rows]
         wider = all(later <= earlier for earlier, later in pairwise(held))
         better = "is never worse" if wider else "is sometimes worse"
         lines.append(f"{kind:9} the best {over} moves by a factor of {moved:.3g}; at {rows[0].best:g}, wider {better}")

@@ -165,9 +165,11 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def build_source(config: RunConfig) -> Source:
+def build_source(config: RunConfig, split: str | None = None) -> Source:
+    """The data of a run, or another split of it."""
     data = config.data
-    return load_source(data.name, image_size=data.image_size, split=data.split, root=data.root)
+    split = data.split if split is None else split
+    return load_source(data.name, image_size=data.image_size, split=split, root=data.root)
 
 
 def build_objective(config: RunConfig) -> Objective:
@@ -184,22 +186,21 @@ def build_model(config: RunConfig, shape: Shape, conditioning: Conditioning = UN
         raise ValueError(f"data.image_size: images must be square, got {shape[1]} x {shape[2]}; set data.image_size")
     if torch.get_default_device().type != "meta":
         _check_memory(config, shape, conditioning)
-    is_uvit = config.model.backbone == "uvit"
     with seeded(config.training.seed):
-        model = (
-            UViT(_uvit_config(config.model, shape, conditioning))
-            if is_uvit
-            else _unet(config.model, shape, conditioning)
-        )
+        model: nn.Module
+        if config.model.backbone == "uvit":
+            model = UViT(_uvit_config(config.model, shape, conditioning))
+        else:
+            model = _unet(config.model, shape, conditioning)
         skips.apply(model, config.scaling.method, placement=config.scaling.placement, **config.scaling.options())
         if config.features.conditioning:
             _condition_on_features(model, config.features)
         if config.distillation.weight:
             _add_head(model, config.distillation)
     if config.mup.base_width:
+        narrow = replace(config, model=at_width(config.model, config.mup.base_width), mup=MupSettings())
         with torch.device("meta"):
-            base = build_model(replace(config, model=at_width(config.model, config.mup.base_width), mup=MupSettings()),
-                               shape, conditioning)  # fmt: skip
+            base = build_model(narrow, shape, conditioning)
         parametrize(model, base, same_width=True)
     return model
 

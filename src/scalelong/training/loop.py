@@ -70,9 +70,9 @@ class Trainer:
         self.device = self.ranks.device
         if "ACCELERATE_USE_CPU" in os.environ and "WORLD_SIZE" not in os.environ and self.device.type == "cpu":
             logger.warning("accelerate launch starts one process on a CPU; for N ranks use torchrun --nproc-per-node N")
-        self.config = check_config(config, self.ranks.num_processes, self.device.type == "cuda")
         self.folder, self.observers = Path(folder), list(observers)
-        data, training = config.data, config.training
+        data, training, ranks = config.data, config.training, self.ranks.num_processes
+        self.config = check_config(config, ranks, self.device.type == "cuda")
         if self.ranks.is_main_process:
             check_folder(self.folder, config)
         failpoint("build.source")
@@ -92,12 +92,12 @@ class Trainer:
         self.ema = EMA(self.model, training.ema_decay)
         if training.shard == "full":
             self.ema = shard(self.model, self.ema)
-        ranks = self.ranks.num_processes
-        settings, process = config.distillation, self.objective.process
-        teaching = (self.model, self.ema.model, process, training.seed)
-        distillation = Distillation(settings, *teaching) if settings.weight else None
-        parts = (self.model, self.objective, self.device, ranks, self.condition, distillation)
-        self.stepper = (ShardedStepper if training.shard == "full" else Stepper)(config, *parts)
+        distillation = None
+        if config.distillation.weight:
+            teacher, process = self.ema.model, self.objective.process
+            distillation = Distillation(config.distillation, self.model, teacher, process, training.seed)
+        kind = ShardedStepper if training.shard == "full" else Stepper
+        self.stepper = kind(config, self.model, self.objective, self.device, ranks, self.condition, distillation)
         if self.stepper.compile == "step":
             self.stepper, self.ema = speed_up(self.stepper, self.ema)
         self.guard = Guard(training)
@@ -126,9 +126,8 @@ class Trainer:
             with self._bar, stop_signals(self._request_stop), self.ranks.explained():
                 self._train()
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"step {self.step}: {error.filename} was removed while the run wrote to it"
-            ) from error
+            gone = f"{error.filename} was removed while the run wrote to it"
+            raise CheckpointError(f"step {self.step}: {gone}; run the same command again") from error
         except OSError as error:  # metrics, samples
             if not isinstance(error, WriteError) and not disk_error(error):
                 raise
@@ -246,13 +245,15 @@ class Trainer:
     def trained(self) -> TrainedRun:
         """The EMA weights at this step; a collective operation."""
         self.ema.gather()
-        about = (self.source.shape, self.step, self.condition.conditioning, self.source.fingerprint)
-        return TrainedRun(self.folder, self.config, self.ema.model, self.objective, *about)
+        model, source, conditioning = self.ema.model, self.source, self.condition.conditioning
+        return TrainedRun(
+            self.folder, self.config, model, self.objective, source.shape, self.step, conditioning, source.fingerprint
+        )
 
-    def probe_inputs(self, size: int = 32) -> dict[str, Tensor]:
-        """A fixed batch of the first images as keyword arguments of the model."""
+    def probe_inputs(self) -> dict[str, Tensor]:
+        """A fixed batch of the first 32 images as keyword arguments of the model."""
         source, process = self.source, self.objective.process
-        index = torch.arange(min(size, len(source)))
+        index = torch.arange(min(32, len(source)))
         on_device = index.to(self.device)
         images = source.prepare(source.read_many(index.tolist()).to(self.device), 0, on_device, None)
         t, noise = draw_time_and_noise(process, self.config.training.seed + 1, on_device, source.shape)

@@ -122,9 +122,8 @@ class Ranks:
         steps = {rank: int(seen.split()[1]) for rank, (seen, _) in self._seen.items() if seen}
         behind = [rank for rank, step in steps.items() if step < self.step]
         if behind:
-            return RuntimeError(
-                f"ranks: rank {behind[0]} is still at step {steps[behind[0]]}, this one at {self.step}; {error}"
-            )
+            late = f"rank {behind[0]} is still at step {steps[behind[0]]}, this one at {self.step}"
+            return RuntimeError(f"ranks: {late}; {error}")
         return error
 
     def _sentence(self, silent: list[int]) -> str:
@@ -206,14 +205,12 @@ def _join(limit: timedelta) -> dict[str, Any]:
     else:
         failpoint("ranks.main_joins")
         name, missing = mine, [*range(1, size)]
-        while missing := [rank for rank in missing if not store.check([f"{name} {rank}"])]:
-            for rank in missing:
-                if store.check([f"call {rank}"]):
-                    store.set(f"answer {store.get(f'call {rank}').decode()}", name)
+        while missing := [other for other in missing if not store.check([f"{name} {other}"])]:
+            for other in missing:
+                if store.check([f"call {other}"]):
+                    store.set(f"answer {store.get(f'call {other}').decode()}", name)
             if time.monotonic() - started > limit.total_seconds():
-                raise RuntimeError(
-                    f"ranks: {size} are to start, but {missing} did not within {limit.total_seconds():g} s"
-                )
+                late = f"{size} are to start, but {missing} did not within {limit.total_seconds():g} s"
+                raise RuntimeError(f"ranks: {late}; start them, or raise training.rank_timeout")
             time.sleep(0.01)
-        rank = 0
     return {"store": dist.distributed_c10d.PrefixStore(name, store), "rank": rank, "world_size": size}

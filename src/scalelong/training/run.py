@@ -22,7 +22,7 @@ from scalelong.backbones.autoencoder import Autoencoder, load_autoencoder
 from scalelong.data import Shape, to_uint8
 from scalelong.data.latents import decoder
 from scalelong.diffusion import Network, Objective, resolve_sampling, sample
-from scalelong.errors import require_number, short
+from scalelong.errors import require, require_number, short
 from scalelong.files import MANIFEST, check_manifest, inside, naming_damage, read_json
 from scalelong.progress import Progress
 from scalelong.runs import CHECKPOINTS, CONFIG
@@ -124,8 +124,7 @@ def load_run(
 
 def _load_checkpoint(folder: Path, weights: str, step: int | None) -> TrainedRun:
     config, found = read_config(folder), checkpoints(folder)
-    if weights not in ("ema", "model"):
-        raise ValueError(f"weights: must be ema or model, got {weights!r}")
+    require(weights in ("ema", "model"), "weights", "ema or model", weights)
     if not found and (folder / SCALING_NAME).is_file():
         raise CheckpointError(
             f"{folder}: holds weights for scalelong.load, it is not a run folder; give the run itself"
@@ -138,20 +137,25 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> TrainedRun
     path, tensors, state = newest or (found[step or 0], *load_checkpoint(found[step or 0], weights))
     shape, conditioning = image_shape(state.get("shape"), path), Conditioning.from_state(state.get("condition"))
     model = build_model(config, shape, conditioning)
-    try:
-        model.load_state_dict(tensors[weights])
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{path}: holds weights of another model ({short_lines(error)})") from error
+    _load_weights(model, tensors[weights], path)
     remove_head(model)  # only used in training
     require_number(f"{path}: step", state.get("step"), 0, 10**12, whole=True)
-    about = (state["step"], conditioning, str(state.get("data", "")), weights)
-    return TrainedRun(folder, config, model, build_objective(config), shape, *about)
+    step, data, objective = state["step"], str(state.get("data", "")), build_objective(config)
+    return TrainedRun(folder, config, model, objective, shape, step, conditioning, data, weights)
+
+
+def _load_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        model.load_state_dict(tensors)
+    except (RuntimeError, ValueError) as error:
+        text = f"{path}: holds weights of another model ({short_lines(error)}); restore it and its {CONFIG}"
+        raise CheckpointError(text) from error
 
 
 def image_shape(stored: Any, where: Path) -> Shape:
     """(C, H, W) as stored, checked."""
     if not isinstance(stored, list) or len(stored) != 3:
-        raise CheckpointError(f"{where}: is damaged (its shape is {short(stored)})")
+        raise CheckpointError(f"{where}: is damaged (its shape is {short(stored)}); restore it")
     for value in stored:
         require_number(f"{where}: shape", value, 1, 2**16, whole=True)
     return stored[0], stored[1], stored[2]
@@ -186,8 +190,8 @@ def sample_batches(
     """
     settings = resolve_sampling(settings, objective.process)
     chosen = torch.as_tensor(range(settings.count) if indices is None else indices, dtype=torch.int64)
-    if chosen.ndim != 1 or (len(chosen) and int(chosen.min()) < 0):
-        raise ValueError(f"indices: must be a list of numbers >= 0, got {indices!r}")
+    listed = chosen.ndim == 1 and (not len(chosen) or int(chosen.min()) >= 0)
+    require(listed, "indices", "a list of numbers >= 0", indices)
     module: nn.Module | None = net if isinstance(net, nn.Module) else getattr(net, "model", None)
     parameter = next(module.parameters(), None) if module is not None else None
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -287,7 +291,7 @@ def _load_exported(folder: Path, weights: str, step: int | None) -> TrainedRun:
     if weights == "model" and found.weights != "model":
         raise ValueError(f"weights: {folder} holds the averaged ones only; give the run itself for those as trained")
     if step not in (None, found.step):
-        raise ValueError(f"step: {folder} is of step {found.step}, not {step}")
+        raise ValueError(f"step: {folder} is of step {found.step}, not {step}; leave it out")
     if found.folded:
         config = replace(config, scaling=ScalingSettings("none"))
     without_head = replace(config, distillation=DistillationSettings())
@@ -301,14 +305,11 @@ def _load_exported(folder: Path, weights: str, step: int | None) -> TrainedRun:
     for file in files:
         with naming_damage(file):
             tensors |= {name.removeprefix("uvit."): value for name, value in load_file(file).items()}
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(f"{folder / DENOISER}: holds weights of another model ({short_lines(error)})") from error
+    _load_weights(model, tensors, folder / DENOISER)
     if found.folded:
         skips.apply(model, config.scaling.method)
-    about = (found.step, condition, found.data, found.weights)
-    return TrainedRun(folder, config, model, build_objective(config), shape, *about)
+    objective = build_objective(config)
+    return TrainedRun(folder, config, model, objective, shape, found.step, condition, found.data, found.weights)
 
 
 def exported_autoencoder(folder: Path, device: torch.device) -> Autoencoder | None:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from scalelong.backbones import as_network
-from scalelong.data import load_source
 from scalelong.data.loader import caption_rows
 from scalelong.errors import require
 from scalelong.random import normal, uniform
 from scalelong.runs.reader import NOISE_BINS
+from scalelong.training.build import build_source
 from scalelong.training.condition import make_condition
 from scalelong.training.loop import Trainer
 from scalelong.training.run import evaluating
@@ -39,11 +39,10 @@ class ValidationObserver:
 
     def __init__(self, trainer: Trainer, split: str = "test", every: int = 1000, images: int = 2000) -> None:
         require(images >= NOISE_BINS, "validate-images", f"at least {NOISE_BINS}, one per bin", images)
-        data = trainer.config.data
         self.trainer, self.every, self.split = trainer, every, split
-        self.source = load_source(data.name, image_size=data.image_size, split=split, root=data.root)
+        self.source = build_source(trainer.config, split)
         if self.source.shape != trainer.source.shape:
-            sizes = f"{self.source.shape}, those of {data.split!r} are {trainer.source.shape}"
+            sizes = f"{self.source.shape}, those of {trainer.config.data.split!r} are {trainer.source.shape}"
             raise ValueError(f"validate-split: images of {split!r} are {sizes}; set data.image_size")
         if trainer.condition.name == "class_labels":
             self.source.require_same_classes(trainer.source, f"validate-split: {split!r}")
@@ -61,16 +60,14 @@ class ValidationObserver:
             for index in torch.split(self.index, 500):
                 losses.append(self._losses(index).double().cpu())
         bins = torch.cat(losses).view(-1, NOISE_BINS).mean(0).tolist()
-        about = {"split": self.split, "images": len(self.index)}
-        return {"loss": sum(bins) / NOISE_BINS, "bins": bins, **about}
+        return {"loss": sum(bins) / NOISE_BINS, "bins": bins, "split": self.split, "images": len(self.index)}
 
-    def _losses(self, index: torch.Tensor) -> torch.Tensor:
+    def _losses(self, items: torch.Tensor) -> torch.Tensor:
         trainer, source = self.trainer, self.source
-        objective, on_device = trainer.objective, index.to(trainer.device)
-        stored = source.read_many(index.tolist()).to(trainer.device)
-        images = source.prepare(stored, SEED, on_device, None)
-        u = (index.to(trainer.device) % NOISE_BINS + uniform(SEED, "validation/time", on_device)) / NOISE_BINS
-        noise = normal(SEED, "validation/noise", on_device, source.shape)
-        condition = self.condition.at_rows(caption_rows(SEED, index, index, source.caption_counts))
-        net, t = as_network(trainer.ema.model), objective.process.time_from_uniform(u)
-        return objective.loss(net, images, noise, t, **condition)
+        index = items.to(trainer.device)
+        images = source.prepare(source.read_many(items.tolist()).to(trainer.device), SEED, index, None)
+        u = (index % NOISE_BINS + uniform(SEED, "validation/time", index)) / NOISE_BINS
+        t = trainer.objective.process.time_from_uniform(u)
+        noise = normal(SEED, "validation/noise", index, source.shape)
+        condition = self.condition.at_rows(caption_rows(SEED, items, items, source.caption_counts))
+        return trainer.objective.loss(as_network(trainer.ema.model), images, noise, t, **condition)
