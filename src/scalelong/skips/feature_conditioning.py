@@ -190,7 +190,7 @@ class _Hooked:
 
 def start_forward(model: nn.Module, _args: Any) -> None:
     """Forward-pre-hook of the model."""
-    if not isinstance(getattr(model, FEATURES_NAME), FeatureConditioning):
+    if hooks.adapted(model, FEATURES_NAME, FeatureConditioning):
         _follow_adapter(model)
     passing = conditioning_of(model).passing
     passing.change, passing.recomputes_all = None, _recomputing()
@@ -315,6 +315,12 @@ def as_tokens(features: Tensor, channels: int = 0) -> Tensor:
     if features.ndim == 2:
         return features[:, None]
     return features.movedim(channels or (2 if features.ndim == 3 else 1), -1).flatten(1, -2)
+
+
+def extra_tokens(model: nn.Module, output: Tensor) -> int:
+    """How many tokens of a module's output come before the patches of a U-ViT."""
+    every = output.ndim == 3 and output.shape[1] == getattr(model, "num_tokens", None)
+    return int(getattr(model, "num_extras", 0)) if every else 0
 
 
 def _add(condition: Tensor, change: Tensor, route: Route) -> Tensor:

@@ -22,6 +22,7 @@ from scalelong.skips.feature_conditioning import (
     as_tokens,
     attach_features,
     channels_of,
+    extra_tokens,
     find_argument,
     has_hooks,
     named_output,
@@ -101,7 +102,7 @@ def _defaults(model: nn.Module) -> tuple[Route | None, list[str]]:
     module: Any = model
     if "scalelong.UViT" in names:
         time = 1 if module.config.num_classes else 0
-        return Route("mid_block", (), token=time, first=module.num_extras), []
+        return Route("mid_block", (), token=time), []
     if names & {"diffusers.UNet2DModel", "diffusers.UNet2DConditionModel"}:
         tap = (
             "mid_block"
@@ -188,12 +189,12 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
             sizes = f"{condition.shape[0]} samples, the tap has {features.shape[0]}"
             raise ValueError(f"targets: the {route.argument} of {name} has {sizes}; choose others")
         if route.token is not None and (condition.ndim != 3 or not 0 <= route.token < condition.shape[1]):
-            raise ValueError(f"token: the {route.argument} of {name} is {tuple(condition.shape)}, got {route.token}")
+            lacks = f"the {route.argument} of {name}, {tuple(condition.shape)}, has no token {route.token}"
+            raise ValueError(f"token: {lacks}; choose another token, or other modules")
     for what, found in (("width", widths), ("layout", channels)):
         if len(set(found.values())) > 1:
             raise ValueError(f"targets: their conditions differ in {what}, {found}; choose targets of one {what}")
-    if features.ndim != 3 or features.shape[1] != getattr(model, "num_tokens", 0):
-        route = replace(route, first=0)  # of patches only, or of no tokens
+    route = replace(route, first=extra_tokens(model, features))
     where = channels_of(modules[tap], features), next(iter(channels.values()))
     width = as_tokens(features, where[0]).shape[-1]
     return replace(route, targets=tuple(late), widths=(width, next(iter(widths.values()))), channels=where)

@@ -37,6 +37,7 @@ STORED_KEYS = (CONFIG_KEY, FEATURES_KEY, MUP_KEY)
 DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
 LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
+_ADAPTED = "_scalelong_adapted"
 Module = TypeVar("Module", bound=nn.Module)
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -121,10 +122,17 @@ def _point_at(model: nn.Module, scaling: Scaling) -> None:
 
 def follow_adapter(name: str, model: nn.Module, _args: Any) -> None:
     """Forward pre-hook: if peft wrapped the scaling (modules_to_save), use the copy of the active adapter."""
-    if not isinstance(getattr(model, name), Scaling):
+    if adapted(model, name, Scaling):
         active = scaling_of(model)
         if any(getattr(module, ATTACHMENT).scaling is not active for module in _hooked(model)):
             _point_at(model, active)
+
+
+def adapted(model: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    """Whether peft wraps this module of the model, or has done so: hooks may hold another copy than the one in use."""
+    if not isinstance(getattr(model, name), kind) and not hasattr(model, _ADAPTED):
+        object.__setattr__(model, _ADAPTED, True)
+    return hasattr(model, _ADAPTED)
 
 
 def unwrapped(child: Any, kind: type[Module]) -> Module | None:
