@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scalelong.diffusion import Process
 from scalelong.files import atomic_write
 from scalelong.random import normal
-from scalelong.skips.feature_conditioning import as_tokens, channels_of, extra_tokens, named_output, split_item
+from scalelong.skips.feature_layout import as_tokens, channels_of, extra_tokens, named_output, split_item
 from scalelong.training.run import evaluating
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from scalelong.evaluation.block_features import BlockFeatures, times_at
 from scalelong.random import uniform
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.families import stages
-from scalelong.skips.feature_conditioning import split_item
+from scalelong.skips.feature_layout import split_item
 from scalelong.training import TrainedRun
 from scalelong.training.build import build_model
 
@@ -296,7 +296,8 @@ def probe_run(run: TrainedRun, *, floors: bool = True, cache: bool = True, **opt
     device = next(run.model.parameters()).device
     condition: dict[str, Tensor] = {}
     if run.conditioning.num_classes:
-        if (given := len(train[1].unique())) != run.conditioning.num_classes:
+        given = len({*train[1].tolist(), *test[1].tolist()})
+        if given != run.conditioning.num_classes:
             classes = f"{run.config.data.name} has images of {given} classes, and the run was trained for"
             raise DataError(
                 f"data.name: {classes} {run.conditioning.num_classes}; probe it on the data it was trained on"

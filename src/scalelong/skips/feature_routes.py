@@ -19,15 +19,11 @@ from scalelong.skips.feature_conditioning import (
     FeatureConditioning,
     Pool,
     Route,
-    as_tokens,
     attach_features,
-    channels_of,
-    extra_tokens,
     find_argument,
     has_hooks,
-    named_output,
-    split_item,
 )
+from scalelong.skips.feature_layout import as_tokens, channels_of, extra_tokens, named_output, split_item
 from scalelong.skips.long_skip import Call
 
 

@@ -22,7 +22,8 @@ from scalelong.errors import did_you_mean, require
 from scalelong.random import normal, uniform
 from scalelong.runs.settings import DistillationSettings
 from scalelong.skips.families import stages
-from scalelong.skips.feature_conditioning import Passing, as_tokens, extra_tokens
+from scalelong.skips.feature_conditioning import Passing
+from scalelong.skips.feature_layout import as_tokens, extra_tokens
 
 HEAD = "distillation_head"  # attribute of the model, so that optimizer, average and checkpoints contain it
 
