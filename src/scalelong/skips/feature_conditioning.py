@@ -248,10 +248,7 @@ def _received(conditioning: FeatureConditioning, module: nn.Module) -> Tensor:
     """The change that the tap has passed on in this forward, also where a checkpoint recomputes a target."""
     passing, tap = conditioning.passing, conditioning.route.tap
     if passing.change is None:
-        reason = f"{tap} has not run before {type(module).__name__}, which it conditions"
-        if torch.compiler.is_compiling():
-            reason += ", or runs in an activation checkpoint, whose values torch.compile does not pass on"
-        raise RuntimeError(f"tap: {reason}")
+        raise RuntimeError(f"tap: {tap} has not run before {type(module).__name__}, which it conditions")
     if torch.compiler.is_compiling() or passing.recomputes_all or not _recomputing():
         return passing.change
     if passing.sequence is None and conditioning.gate.requires_grad:
