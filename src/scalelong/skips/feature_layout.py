@@ -34,6 +34,7 @@ def channels_of(module: nn.Module, output: Tensor) -> int:
 
     Inferred from its weights: a convolution returns (B, D, T), a module of linear layers only (B, H, W, D).
 
+    >>> import torch
     >>> channels_of(nn.Conv1d(2, 4, 3), torch.zeros(1, 4, 8)), channels_of(nn.Linear(2, 4), torch.zeros(1, 8, 8, 4))
     (1, 3)
     """
