@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from scalelong.runs.presets import get_preset
 from scalelong.runs.settings import ConditionSettings, DataSettings, RunConfig
 from scalelong.stability.diagnosis import diagnose
 from scalelong.training import train
+from tests.training.tiny import tiny
 
 SMALL = {"levels": [0.1, 1.0], "images": 400}
 
@@ -142,6 +144,24 @@ def test_features_are_cached(tmp_path: Path) -> None:
     assert linear_probe(network(), train_part, test_part, **options, call=never).held_out == first.held_out
     with pytest.raises(AssertionError, match="computed again"):  # other weights, other features
         linear_probe(network(1), train_part, test_part, **options, call=never)
+    other = UViT(dataclasses.replace(network().config, heads=4))
+    other.load_state_dict(network().state_dict())
+    with pytest.raises(AssertionError, match="computed again"):  # the same weights in another network
+        linear_probe(other, train_part, test_part, **options, call=never)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Conv2d(1, 1, 1) for _ in range(2))
+
+    def forward(self, x: Tensor, _time: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](torch.cat([x, x]))[: len(x)])
+
+
+def test_blocks_with_other_samples_than_the_images_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"blocks: blocks.0 returns .* samples for .* images"):
+        linear_probe(Doubled(), *digits(), **SMALL)
 
 
 @pytest.mark.parametrize("name", ["vp", "ddpm", "cosine", "edm"])
@@ -226,6 +246,20 @@ def test_class_conditional_runs_are_probed_without_their_class(tmp_path: Path) -
         else:
             with pytest.raises(ValueError, match=r"condition\.drop"):
                 probe_run(run)
+
+
+def test_data_without_some_classes_of_the_run_are_refused(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for k in range(3):
+        (tmp_path / "data" / f"class{k}").mkdir(parents=True)
+        for i in range(8):
+            Image.new("RGB", (8, 8), (80 * k, 20 * i, 0)).save(tmp_path / "data" / f"class{k}" / f"{i}.png")
+    config = tiny(training_steps=1, data_name=f"folder:{tmp_path / 'data'}", data_image_size=8, condition_kind="class")
+    run = load_run(train(config, tmp_path / "run"))
+    shutil.rmtree(tmp_path / "data" / "class1")
+    with pytest.raises(ValueError, match=r"has images of 2 classes, and the run was trained for 3"):
+        probe_run(run, **SMALL)
 
 
 @pytest.mark.slow

@@ -121,12 +121,22 @@ def test_tokens_and_taps_of_a_uvit() -> None:
     assert (route.targets, route.token) == (("in_blocks.1",), None)
 
 
+@pytest.mark.parametrize("tap", ["time_embed", "label_emb", "patch_embed"])
+def test_taps_of_a_uvit_without_its_extra_tokens(tap: str) -> None:
+    case = uvit(num_classes=4)
+    before = output((case[0].eval(), *case[1:]))
+    conditioning = condition(case, tap=tap, targets="mid_block")
+    assert conditioning.route.first == 0
+    assert torch.equal(output(case), before)
+
+
 def test_targets_follow_the_tap() -> None:
     case = unet()
     assert condition(case, tap="up_blocks.0").route.targets == ("up_blocks.1",)
     scalelong.remove(case[0])
     assert condition(case, tap="down_blocks.1").route.targets == ("mid_block", "up_blocks.0", "up_blocks.1")
     assert condition(own(), targets=["layers.2", "layers.2"]).route.targets == ("layers.2",)
+    assert condition(own(), targets=(f"layers.{i}" for i in (1, 2))).route.targets == ("layers.1", "layers.2")
     assert condition(dit()).route.targets == tuple(f"transformer_blocks.{i}.norm1.emb" for i in (2, 3))
 
 
@@ -152,9 +162,13 @@ def test_bad_input_is_refused() -> None:
     assert "tap: no module ''; see model.named_modules()" in wrong(own(), tap="")
     assert "where a Own takes its condition is not known" in wrong(own(), targets=None)
     assert "none can be generated" in wrong(own(), example=None)
+    assert "targets: must be the names of modules, got int" in wrong(own(), targets=5)
     case = uvit()
     condition(case)
     assert "conditioned on its features already" in wrong(case)
+    around = nn.Module()
+    around.inner = case[0]
+    assert "a model inside or around it" in wrong((around, (), {}), tap="inner.mid_block", targets="inner.mid_block")
     with pytest.raises(ValueError, match="is not conditioned"):
         scalelong.remove(unet()[0], "features")
     with pytest.raises(TypeError, match="Sequential"):

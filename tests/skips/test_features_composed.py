@@ -149,3 +149,17 @@ def test_compiles(make: Any) -> None:
     assert torch.allclose(found, before, atol=1e-5)
     found.square().mean().backward()
     assert conditioning.gate.grad is not None
+
+
+@pytest.mark.slow
+def test_blocks_compiled_one_by_one() -> None:
+    """Dynamo shares the code of equal blocks and does not guard on hooks that a block lacks."""
+    case = dit()
+    model = case[0].eval()
+    conditioning = condition(case)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    before = output(case)
+    for block in model.transformer_blocks:
+        block.compile(backend="eager")
+    torch.testing.assert_close(output(case), before)

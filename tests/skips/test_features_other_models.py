@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from diffusers import (
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
 )
-from torch import nn
+from torch import Tensor, nn
 
 import scalelong
 from tests.families import FAMILIES, _randn, output
@@ -133,3 +134,68 @@ def test_networks_with_long_skips_are_conditioned_and_scaled(name: str) -> None:
         scalelong.remove(model)
         assert torch.equal(output(model, inputs), plain)
     assert torch.allclose(*outputs, atol=1e-6)
+
+
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, *skips: Tensor, emb: Tensor | None = None) -> Tensor:
+        return x + torch.tanh(self.layer(x + sum(skips) + (0.0 if emb is None else emb)))
+
+
+class Net(nn.Module):
+    """Three blocks with skips; the time of each sample is a condition of the given shape."""
+
+    def __init__(self, layer: Callable[[], nn.Module], shape: tuple[int, ...], passes: bool = True) -> None:
+        super().__init__()
+        self.blocks, self.shape, self.passes = nn.ModuleList(Block(layer()) for _ in range(3)), shape, passes
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        emb = time.reshape(-1, *[1] * len(self.shape)).expand(-1, *self.shape)
+        for block in self.blocks:
+            x = block(x, x, x, emb=emb) if self.passes else block(x, x, x)
+        return x
+
+
+NET: dict[str, Any] = {"tap": "blocks.0", "targets": ["blocks.1", "blocks.2"], "argument": "emb"}
+LAYOUTS = {
+    "(B, D, 1)": (lambda: nn.Conv1d(6, 6, 3, padding=1), (6, 1), (6, 8)),
+    "(B, D, 1, 1)": (lambda: nn.Conv2d(6, 6, 3, padding=1), (6, 1, 1), (6, 4, 4)),
+    "(B, 1, D)": (lambda: nn.Linear(6, 6), (1, 6), (5, 6)),
+    "(B, 1, 1, D)": (lambda: nn.Linear(6, 6), (1, 1, 6), (4, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_channel_of_a_condition_gets_its_own_change(name: str) -> None:
+    torch.manual_seed(0)
+    layer, shape, size = LAYOUTS[name]
+    model, inputs = Net(layer, shape), {"x": _randn(2, *size), "time": torch.tensor([0.1, 0.9])}
+    assert scalelong.condition_on_features(model, **NET, example=inputs).route.widths == (6, 6)
+    scalelong.remove(model)
+    check(model, inputs, NET)
+
+
+def test_a_condition_that_is_not_passed_is_not_taken_from_the_positional_arguments() -> None:
+    model = Net(lambda: nn.Linear(6, 6), (1, 6), passes=False)
+    with pytest.raises(ValueError, match=r"targets: the emb of blocks.1 must be floats .* got not a tensor"):
+        scalelong.condition_on_features(model, **NET, example=(_randn(2, 5, 6), torch.rand(2)))
+
+
+class Frames(Net):
+    """The first block sees every frame as a sample."""
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.blocks[0](x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        for block in self.blocks[1:]:
+            x = block(x, emb=time[:, None, None].expand(-1, 1, 6))
+        return x
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_taps_with_other_samples_than_the_condition_are_refused(batch: int) -> None:
+    model, example = Frames(lambda: nn.Linear(6, 6), ()), (_randn(batch, 5, 3, 6).mean(2), torch.rand(batch))
+    with pytest.raises(ValueError, match=rf"the emb of blocks.1 has {batch} samples, the tap has {5 * batch}"):
+        scalelong.condition_on_features(model, **NET, example=example)

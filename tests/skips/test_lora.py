@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import scalelong
+from scalelong.skips.feature_conditioning import conditioning_of
 from tests.families import assert_close
 
 peft = pytest.importorskip("peft")
@@ -122,6 +123,10 @@ def test_gates_in_modules_to_save_are_trained_saved_and_switched_off(tmp_path) -
     with loaded.disable_adapter():
         assert_close(output(loaded), base)
     assert_close(output(loaded), output(model))
+    trained = output(model)
+    with model.disable_adapter():
+        output(model)
+    assert_close(output(model.merge_and_unload()), trained)
 
 
 def test_frozen_and_unsaved_gates_are_reported(tmp_path, caplog) -> None:
@@ -136,3 +141,23 @@ def test_frozen_and_unsaved_gates_are_reported(tmp_path, caplog) -> None:
         'the gates are trained, but an adapter\'s file does not contain them; pass modules_to_save=["scalelong"]'
         in caplog.text
     )
+
+
+def test_the_conditioning_on_features_in_modules_to_save_is_trained_saved_and_switched_off(tmp_path) -> None:
+    def conditioned() -> diffusers.UNet2DConditionModel:
+        model = unet()
+        scalelong.condition_on_features(model)
+        return model
+
+    base, model = output(unet()), peft.get_peft_model(conditioned(), config(modules_to_save=["feature_conditioning"]))
+    output(model).square().mean().backward()
+    gate = conditioning_of(model.get_base_model()).gate
+    assert gate.grad is not None
+    with torch.no_grad():
+        gate.fill_(1.0)
+    trained = output(model)
+    model.save_pretrained(tmp_path)
+    assert_close(output(peft.PeftModel.from_pretrained(conditioned(), tmp_path)), trained)
+    with model.disable_adapter():
+        assert_close(output(model), base)
+    assert_close(output(model.merge_and_unload()), trained)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from scalelong.diffusion import Process
 from scalelong.files import atomic_write
 from scalelong.random import normal
-from scalelong.skips.feature_conditioning import as_tokens, channels_of, named_output, split_item
+from scalelong.skips.feature_layout import as_tokens, channels_of, extra_tokens, named_output, split_item
 from scalelong.training.run import evaluating
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,14 @@ class BlockFeatures:
             self.net(x, time_input, **given)
         if missing := [name for name in blocks if name not in found]:
             raise ValueError(f"blocks: {missing[0]} returns no tensor or does not run; choose others")
+        if wrong := [name for name, value in found.items() if len(value) != len(images)]:
+            rows = f"{wrong[0]} returns {len(found[wrong[0]])} samples for {len(images)} images"
+            raise ValueError(f"blocks: {rows}; choose others")
         return found
 
     def _path(self, images: Tensor, index: Tensor, t: float, blocks: Sequence[str]) -> Path:
         if not self._digest:
-            digest = hashlib.sha256()
+            digest = hashlib.sha256(f"{self.model}{getattr(self.model, 'config', '')}".encode())
             for name, value in self.model.state_dict().items():
                 digest.update(name.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())
             self._digest = digest.hexdigest()
@@ -102,12 +105,11 @@ class BlockFeatures:
 def _outputs(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Context that captures the outputs of these blocks, averaged over positions: (B, D)."""
     found: dict[str, Tensor] = {}
-    extras = getattr(model, "num_extras", 0)  # U-ViT: only patches are pooled
 
     def keep(name: str, module: nn.Module, _args: Any, output: Any) -> None:
         if (tensor := named_output(output, name, "blocks")) is not None:
-            first = extras if tensor.ndim == 3 else 0
-            found[name] = as_tokens(tensor, channels_of(module, tensor))[:, first:].float().mean(1)
+            patches = as_tokens(tensor, channels_of(module, tensor))[:, extra_tokens(model, tensor) :]
+            found[name] = patches.float().mean(1)
 
     modules = {name: model.get_submodule(split_item(name)[0]) for name in blocks}
     handles = [module.register_forward_hook(partial(keep, name)) for name, module in modules.items()]

@@ -31,7 +31,7 @@ from scalelong.evaluation.block_features import BlockFeatures, times_at
 from scalelong.random import uniform
 from scalelong.runs.settings import RunConfig
 from scalelong.skips.families import stages
-from scalelong.skips.feature_conditioning import split_item
+from scalelong.skips.feature_layout import split_item
 from scalelong.training import TrainedRun
 from scalelong.training.build import build_model
 
@@ -105,7 +105,8 @@ def linear_probe(
     levels: noise levels sigma / alpha, or how many.
     images: training images for the choice of block and level, of which a share `held_out` is held out; the final layer is
     fitted on all. call: call(x, time, **condition) runs the model, for models that take other arguments.
-    condition: of one sample, (1, ...) each. random_network, pixels: also measure these floors. cache: folder of features.
+    condition: of one sample, (1, ...) each. random_network, pixels: also measure these floors. cache: folder of features;
+    use another one for another `call`.
 
     >>> from scalelong import UViT, UViTConfig
     >>> model = UViT(UViTConfig(image_size=8, patch_size=4, in_channels=1, dim=16, depth=2, heads=2))
@@ -120,7 +121,7 @@ def linear_probe(
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
     process = get_process(process) if isinstance(process, str) else process
-    names = stages(model) if blocks is None else [blocks] if isinstance(blocks, str) else list(blocks)
+    names = stages(model) if blocks is None else [blocks] if isinstance(blocks, str) else list(dict.fromkeys(blocks))
     modules = dict(model.named_modules())
     require(len(names) > 0, "blocks", "at least one module", names)
     for name in names:
@@ -295,6 +296,12 @@ def probe_run(run: TrainedRun, *, floors: bool = True, cache: bool = True, **opt
     device = next(run.model.parameters()).device
     condition: dict[str, Tensor] = {}
     if run.conditioning.num_classes:
+        given = len({*train[1].tolist(), *test[1].tolist()})
+        if given != run.conditioning.num_classes:
+            classes = f"{run.config.data.name} has images of {given} classes, and the run was trained for"
+            raise DataError(
+                f"data.name: {classes} {run.conditioning.num_classes}; probe it on the data it was trained on"
+            )
         if not run.conditioning.null_class:
             leak = "the run was trained with condition.drop 0, and its network sees the class it is probed for"
             raise ValueError(f"condition.drop: {leak}; probe a run with a null class, or without classes")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from scalelong.errors import unknown_name
 from scalelong.skips import hooks
+from scalelong.skips.feature_layout import as_tokens, split_item
 from scalelong.skips.hooks import FEATURES_KEY
 from scalelong.skips.long_skip import Argument, Call, same_type
 
@@ -92,19 +93,22 @@ def attach_features(model: nn.Module, conditioning: FeatureConditioning) -> None
     for name in route.targets:
         slot = None if route.argument == OUTPUT else find_argument(model.get_submodule(name), name, route.argument)
         points[name] = replace(points[name], output=slot is None, argument=slot)
-    for name, point in points.items():
-        module = model.get_submodule(name)
-        object.__setattr__(module, _HOOK, point)
-        if point.argument is not None:
+    # Dynamo shares code among blocks and does not guard on missing hooks: blocks' other modules of this kind get idle ones
+    kinds = {_kind(name, model.get_submodule(name)) for name in points}
+    for name, module in [item for item in model.named_modules() if _kind(*item) in kinds]:
+        object.__setattr__(module, _HOOK, points.get(name, _Hooked(conditioning)))
+        module.register_forward_hook(tap_or_change_output)
+        if route.argument != OUTPUT:
             module.register_forward_pre_hook(change_argument, with_kwargs=True)
-        if point.tap or point.output:
-            module.register_forward_hook(tap_or_change_output)
-    if route.targets != (route.tap,):
-        model.register_forward_pre_hook(start_forward)
-        model.register_forward_hook(end_forward)
+    model.register_forward_pre_hook(start_forward)
+    model.register_forward_hook(end_forward)
     model.add_module(FEATURES_NAME, conditioning)
     hooks.reset_compiled()
     hooks.write_config(model, to_json(conditioning), FEATURES_KEY)
+
+
+def _kind(name: str, module: nn.Module) -> tuple[type, str]:
+    return type(module), name.rstrip(".0123456789").rpartition(".")[2]
 
 
 def detach_features(model: nn.Module) -> None:
@@ -123,13 +127,18 @@ def detach_features(model: nn.Module) -> None:
 
 
 def is_conditioned(model: nn.Module) -> bool:
-    return isinstance(model._modules.get(FEATURES_NAME), FeatureConditioning)
+    return hooks.unwrapped(model._modules.get(FEATURES_NAME), FeatureConditioning) is not None
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether the model, a part of it or a model around it is conditioned."""
+    return any(_HOOK in vars(module) for module in model.modules())
 
 
 def conditioning_of(model: nn.Module) -> FeatureConditioning:
     """The conditioning of a model; ValueError if it has none."""
-    found = model._modules.get(FEATURES_NAME)
-    if not isinstance(found, FeatureConditioning):
+    found = hooks.unwrapped(model._modules.get(FEATURES_NAME), FeatureConditioning)
+    if found is None:
         name = type(model).__name__
         raise ValueError(f"model: this {name} is not conditioned; call scalelong.condition_on_features(model) first")
     return found
@@ -143,8 +152,8 @@ def to_json(conditioning: FeatureConditioning) -> dict[str, Any]:
 @contextmanager
 def features_off(model: nn.Module) -> Iterator[None]:
     """Run without the conditioning inside the block: what is traced is the plain model."""
-    conditioning = getattr(model, "_modules", {}).get(FEATURES_NAME)
-    if not isinstance(conditioning, FeatureConditioning):
+    conditioning = hooks.unwrapped(getattr(model, "_modules", {}).get(FEATURES_NAME), FeatureConditioning)
+    if conditioning is None:
         yield
         return
     conditioning.enabled = False
@@ -182,14 +191,24 @@ class _Hooked:
 
 def start_forward(model: nn.Module, _args: Any) -> None:
     """Forward-pre-hook of the model."""
-    passing: Passing = getattr(model, FEATURES_NAME).passing
+    if hooks.adapted(model, FEATURES_NAME, FeatureConditioning):
+        _follow_adapter(model)
+    passing = conditioning_of(model).passing
     passing.change, passing.recomputes_all = None, _recomputing()
 
 
 def end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
     """Forward hook of the model. Eager activation checkpoints read the change again in the backward pass."""
     if torch.compiler.is_compiling():
-        getattr(model, FEATURES_NAME).passing.change = None
+        conditioning_of(model).passing.change = None
+
+
+def _follow_adapter(model: nn.Module) -> None:
+    """If peft wrapped the conditioning (modules_to_save), use the copy of the active adapter."""
+    active = conditioning_of(model)
+    for module in [part for part in model.modules() if _HOOK in vars(part)]:
+        if (here := getattr(module, _HOOK)).conditioning is not active:
+            object.__setattr__(module, _HOOK, replace(here, conditioning=active))
 
 
 def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
@@ -216,9 +235,10 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
 
 def change_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     here: _Hooked = getattr(module, _HOOK)
-    assert here.argument is not None
+    if here.argument is None or not here.conditioning.enabled:
+        return None
     condition = here.argument.get((args, kwargs))
-    if not here.conditioning.enabled or condition is None:
+    if condition is None:
         return None
     change = _received(here.conditioning, module)
     return here.argument.put((args, kwargs), _add(condition, change, here.conditioning.route))
@@ -250,51 +270,6 @@ def _tensor_at(output: Any, item: int = 0) -> Tensor:
     return found
 
 
-def split_item(name: str) -> tuple[str, int]:
-    """A module, and which of its outputs is meant.
-
-    >>> split_item("blocks.3[1]"), split_item("blocks.3")
-    (('blocks.3', 1), ('blocks.3', 0))
-    """
-    path, _, item = name.removesuffix("]").partition("[")
-    return (path, int(item)) if item.isdigit() else (name, 0)
-
-
-def named_output(output: Any, name: str, key: str) -> Tensor | None:
-    """The tensor that `name` means; None if there is none. ValueError if a module returns several and none is chosen."""
-    path, item = split_item(name)
-    parts = output if isinstance(output, (tuple, list)) else [output]
-    count = sum(isinstance(part, Tensor) for part in parts)
-    if count > 1 and path == name:
-        several = f"{name} returns {count} tensors, and which one holds the features is not known"
-        raise ValueError(f"{key}: {several}; choose one, such as {name}[1]")
-    found = parts[item] if item < len(parts) else None
-    return found if isinstance(found, Tensor) else None
-
-
-def channels_of(module: nn.Module, output: Tensor) -> int:
-    """The dimension of the channels of a module's output; 0: the usual one.
-
-    Inferred from its weights: a convolution returns (B, D, T), a module of linear layers only (B, H, W, D).
-
-    >>> channels_of(nn.Conv1d(2, 4, 3), torch.zeros(1, 4, 8)), channels_of(nn.Linear(2, 4), torch.zeros(1, 8, 8, 4))
-    (1, 3)
-    """
-    shapes = [parameter.shape for parameter in module.parameters()]
-    if output.ndim == 3:
-        return int(any(len(shape) == 3 and shape[0] == output.shape[1] > 1 for shape in shapes))
-    widths = {shape[0] for shape in shapes if len(shape) == 2}
-    linear = output.ndim > 3 and all(len(shape) < 3 for shape in shapes)
-    return output.ndim - 1 if linear and output.shape[-1] in widths and output.shape[1] not in widths else 0
-
-
-def as_tokens(features: Tensor, channels: int = 0) -> Tensor:
-    """(B, D), (B, T, D) or (B, D, ...) -> (B, T, D); `channels` as of `channels_of`."""
-    if features.ndim == 2:
-        return features[:, None]
-    return features.movedim(channels or (2 if features.ndim == 3 else 1), -1).flatten(1, -2)
-
-
 def _add(condition: Tensor, change: Tensor, route: Route) -> Tensor:
     change = change.to(condition.dtype)
     if condition.ndim == 2:
@@ -311,8 +286,8 @@ def find_argument(module: nn.Module, name: str, argument: str) -> Argument:
     signature = inspect.signature(module.forward).parameters
     kinds = {parameter.kind for parameter in signature.values()}
     parameters = list(signature)
-    if argument not in parameters and inspect.Parameter.VAR_KEYWORD in kinds:
-        return Argument(sys.maxsize, argument)  # one of **kwargs has no position
-    if argument not in parameters:
+    if argument not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
         raise unknown_name(f"argument of {name}", argument, [*parameters, OUTPUT])
+    if argument not in parameters or signature[argument].kind is inspect.Parameter.KEYWORD_ONLY:
+        return Argument(sys.maxsize, argument)  # has no position
     return Argument(parameters.index(argument), argument)

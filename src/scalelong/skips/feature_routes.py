@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,14 +19,11 @@ from scalelong.skips.feature_conditioning import (
     FeatureConditioning,
     Pool,
     Route,
-    as_tokens,
     attach_features,
-    channels_of,
     find_argument,
-    is_conditioned,
-    named_output,
-    split_item,
+    has_hooks,
 )
+from scalelong.skips.feature_layout import as_tokens, channels_of, extra_tokens, named_output, split_item
 from scalelong.skips.long_skip import Call
 
 
@@ -63,14 +60,15 @@ def condition_on_features(
     hooks.check_unwrapped(model)
     if isinstance(model, nn.Sequential):
         raise TypeError("model: a Sequential would run the conditioning as a layer; make it an attribute of a module")
-    if is_conditioned(model):
-        twice = f"this {type(model).__name__} is conditioned on its features already"
+    if has_hooks(model):
+        twice = f"this {type(model).__name__}, or a model inside or around it, is conditioned on its features already"
         raise ValueError(f"model: {twice}; call scalelong.remove(model, 'features') first")
     if hasattr(model, FEATURES_NAME):
         raise ValueError(f"model: this {type(model).__name__} has an attribute {FEATURES_NAME!r} of its own")
     if pool not in ("mean", "attention"):
         raise unknown_name("pool", pool, ("mean", "attention"))
-    targets = [targets] if isinstance(targets, str) else targets
+    if targets is not None:
+        targets = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, str) else [targets]
     for key, names in (("tap", [] if tap is None else [tap]), ("targets", targets or [])):
         if wrong := [name for name in names if not isinstance(name, str)]:
             raise TypeError(f"{key}: must be the names of modules, got {type(wrong[0]).__name__}")
@@ -100,7 +98,7 @@ def _defaults(model: nn.Module) -> tuple[Route | None, list[str]]:
     module: Any = model
     if "scalelong.UViT" in names:
         time = 1 if module.config.num_classes else 0
-        return Route("mid_block", (), token=time, first=module.num_extras), []
+        return Route("mid_block", (), token=time), []
     if names & {"diffusers.UNet2DModel", "diffusers.UNet2DConditionModel"}:
         tap = (
             "mid_block"
@@ -179,19 +177,30 @@ def measure_route(model: nn.Module, route: Route, names: Sequence[str], chosen: 
     widths, channels = {}, {}
     for name in late:
         condition = _as_features(seen.get(f"{role} {name}"), f"targets: the {route.argument} of {name}")
-        channels[name] = channels_of(modules[name], condition) if role == "output" else 0
+        channels[name] = channels_of(modules[name], condition) if role == "output" else _only_dimension(condition)
         widths[name] = as_tokens(condition, channels[name]).shape[-1]
-        if condition.shape[0] not in (1, features.shape[0]):
+        rows = seen.get(f"output {name}")  # a condition of one sample is used for all samples of its target
+        single = condition.shape[0] == 1 and (rows is None or rows.ndim < 3 or len(rows) == len(features))
+        if condition.shape[0] != features.shape[0] and not single:
             sizes = f"{condition.shape[0]} samples, the tap has {features.shape[0]}"
             raise ValueError(f"targets: the {route.argument} of {name} has {sizes}; choose others")
         if route.token is not None and (condition.ndim != 3 or not 0 <= route.token < condition.shape[1]):
-            raise ValueError(f"token: the {route.argument} of {name} is {tuple(condition.shape)}, got {route.token}")
+            lacks = f"the {route.argument} of {name}, {tuple(condition.shape)}, has no token {route.token}"
+            raise ValueError(f"token: {lacks}; choose another token, or other modules")
     for what, found in (("width", widths), ("layout", channels)):
         if len(set(found.values())) > 1:
             raise ValueError(f"targets: their conditions differ in {what}, {found}; choose targets of one {what}")
+    route = replace(route, first=extra_tokens(model, features))
     where = channels_of(modules[tap], features), next(iter(channels.values()))
     width = as_tokens(features, where[0]).shape[-1]
     return replace(route, targets=tuple(late), widths=(width, next(iter(widths.values()))), channels=where)
+
+
+def _only_dimension(condition: Tensor) -> int:
+    """The dimension of the channels of (B, D, 1) or (B, 1, 1, D); 0: the usual one."""
+    wide = [dim for dim in range(1, condition.ndim) if condition.shape[dim] > 1]
+    usual = 2 if condition.ndim == 3 else 1
+    return wide[0] if len(wide) == 1 and wide[0] != usual else 0
 
 
 def _tensor(value: Any) -> Tensor | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ STORED_KEYS = (CONFIG_KEY, FEATURES_KEY, MUP_KEY)
 DIFFUSERS = "scalelong.diffusers"  # the library that pipelines record for a scaled model
 LORA_TAG = "_scalelong"  # attribute of LoRA tensors in a state dict: the scaling they were trained with
 _SKIPS = "_scalelong_skips"
+_ADAPTED = "_scalelong_adapted"
+Module = TypeVar("Module", bound=nn.Module)
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
     "DataParallel": "DataParallel",
@@ -120,18 +122,25 @@ def _point_at(model: nn.Module, scaling: Scaling) -> None:
 
 def follow_adapter(name: str, model: nn.Module, _args: Any) -> None:
     """Forward pre-hook: if peft wrapped the scaling (modules_to_save), use the copy of the active adapter."""
-    if not isinstance(getattr(model, name), Scaling):
+    if adapted(model, name, Scaling):
         active = scaling_of(model)
         if any(getattr(module, ATTACHMENT).scaling is not active for module in _hooked(model)):
             _point_at(model, active)
 
 
-def _unwrapped(child: Any) -> Scaling | None:
-    """A scaling, or the one in use inside peft's wrapper of it."""
-    if isinstance(child, Scaling) or not isinstance(getattr(child, "original_module", None), Scaling):
-        return child if isinstance(child, Scaling) else None
+def adapted(model: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    """Whether peft wraps this module of the model, or has done so: hooks may hold another copy than the one in use."""
+    if not isinstance(getattr(model, name), kind) and not hasattr(model, _ADAPTED):
+        object.__setattr__(model, _ADAPTED, True)
+    return hasattr(model, _ADAPTED)
+
+
+def unwrapped(child: Any, kind: type[Module]) -> Module | None:
+    """A module of this kind, or the one in use inside peft's wrapper of it."""
+    if isinstance(child, kind) or not isinstance(getattr(child, "original_module", None), kind):
+        return child if isinstance(child, kind) else None
     names = [name for name in child.active_adapters if name in child.modules_to_save]
-    found: Scaling = child.modules_to_save[names[0]] if names and not child.disable_adapters else child.original_module
+    found: Module = child.modules_to_save[names[0]] if names and not child.disable_adapters else child.original_module
     return found
 
 
@@ -152,7 +161,7 @@ def stored_scaling(model: nn.Module) -> dict[str, Any]:
 
 def root_name(model: nn.Module) -> str:
     """The attribute name of the scaling; an alternative if the model already uses `scalelong`."""
-    found = (name for name, child in model._modules.items() if _unwrapped(child) is not None)
+    found = (name for name, child in model._modules.items() if unwrapped(child, Scaling) is not None)
     return next(found, f"{ROOT_NAME}_module" if hasattr(model, ROOT_NAME) else ROOT_NAME)
 
 
@@ -176,7 +185,7 @@ def scaling_of(model: nn.Module) -> Scaling:
     >>> print(scaling_of(scalelong.apply(diffusers.UNet1DModel(), "cs").model).config)
     cs(kappa=0.7)
     """
-    scaling = _unwrapped(model._modules.get(root_name(model)))
+    scaling = unwrapped(model._modules.get(root_name(model)), Scaling)
     if scaling is None:
         wrapper = wrapper_of(model)
         remedy = f"pass the model inside {wrapper}" if wrapper else "call scalelong.apply(model, ...) first"

@@ -20,9 +20,9 @@ from scalelong.skips.feature_conditioning import (
     attach_features,
     conditioning_of,
     is_conditioned,
-    split_item,
 )
 from scalelong.skips.feature_conditioning import to_json as features_to_json
+from scalelong.skips.feature_layout import split_item
 from scalelong.skips.hooks import (
     CONFIG_KEY,
     DIFFUSERS,

@@ -22,7 +22,8 @@ from scalelong.errors import did_you_mean, require
 from scalelong.random import normal, uniform
 from scalelong.runs.settings import DistillationSettings
 from scalelong.skips.families import stages
-from scalelong.skips.feature_conditioning import Passing, as_tokens
+from scalelong.skips.feature_conditioning import Passing
+from scalelong.skips.feature_layout import as_tokens, extra_tokens
 
 HEAD = "distillation_head"  # attribute of the model, so that optimizer, average and checkpoints contain it
 
@@ -106,8 +107,8 @@ class Distillation:
         head: DistillationHead = getattr(model, HEAD)
         features, head.passing.change = head.passing.change, None
         assert features is not None
-        first = getattr(model, "num_extras", 0) if features.ndim == 3 else 0
-        embedded: Tensor = head(as_tokens(features)[:, first:].mean(dim=1), student=student)
+        patches = as_tokens(features)[:, extra_tokens(model, features) :]
+        embedded: Tensor = head(patches.mean(dim=1), student=student)
         return embedded
 
 
