@@ -57,6 +57,9 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     [
         (["train"], "preset: name the one to train, one of digits-demo"),
         (["train", "digit-demo"], "did you mean 'digits-demo'?"),
+        (["train", "mine.yaml"], "preset: mine.yaml is a file; pass --config mine.yaml"),
+        (["train", "digits-demo", "--method", "CS"], "scaling.method: unknown 'CS'; did you mean 'cs'?"),
+        (["train", "digits-demo", "--distillation.dim=0"], "distillation.dim: must be at least 1, got 0"),
         (["train", "x"], "preset: unknown 'x'; choose one of digits-demo"),
         (["train", "digits-demo", "--config", "nope.yaml"], "config: nope.yaml cannot be read (No such file"),
         (["train", "digits-demo", "--scaling.kappa", "1.7", "--dry-run"], "scaling.kappa: must be in (0, 1], got 1.7"),
@@ -102,6 +105,19 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(places, tmp_path, 
     assert "parameters  698,638" in printed
     assert "memory" in printed
     assert "time" in printed
+
+
+def test_a_run_that_ends_in_its_warm_up_is_noted(capsys) -> None:
+    arguments = ["train", "digits-demo", "--method", "none", "--dry-run", "--steps"]
+    for steps, noted in (("50", True), ("100", False)):
+        assert main([*arguments, steps, "--optimizer.warmup-steps", "100", "--optimizer.lr", "2e-4"]) == 0
+        note = "warm-up     the run ends in the warm-up, at 0.0001 of the rate 0.0002 (--optimizer.warmup-steps)"
+        assert (note in capsys.readouterr().out) == noted
+
+
+def test_remedies_name_the_flags_of_every_part() -> None:
+    assert as_flags("x: bad; set features.tap", "train") == "x: bad; set --features.tap"
+    assert as_flags("x: bad; set mup.base_width=0", "train") == "x: bad; set --mup.base-width 0"
 
 
 def test_short_flags_are_those_of_other_verbs(capsys) -> None:

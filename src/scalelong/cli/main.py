@@ -9,10 +9,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from scalelong import __version__
 from scalelong.errors import StoppedError, one_line, unknown_name
 from scalelong.progress import LogHandler
+from scalelong.runs.settings import RunConfig
 
 VERBS = {
     "demo": "train none, cs and ls on digits and compare them",
@@ -34,7 +36,7 @@ VERBS = {
     "doctor": "report versions, devices, extras and cached data",
 }
 
-_PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
+_PARTS = "|".join(field.name for field in fields(RunConfig))
 _SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?![\w(])(?:=(?:True\b|'?(\w*)'?))?")
 _ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
 
