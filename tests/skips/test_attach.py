@@ -226,7 +226,7 @@ def test_gates_are_named_until_the_first_forward() -> None:
     model = TutorialUNet()
     handle = scalelong.apply(model, "ls", example=image())
     assert "nan" not in str(handle) and str(handle).splitlines()[-1].endswith("gate")
-    model(image())
+    model(*image())
     assert "gate" not in str(handle).splitlines()[-1]
 
 
