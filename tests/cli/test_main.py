@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_a_run_that_ends_in_its_warm_up_is_noted(capsys) -> None:
     arguments = ["train", "digits-demo", "--method", "none", "--dry-run", "--steps"]
     for steps, noted in (("50", True), ("100", False)):
         assert main([*arguments, steps, "--optimizer.warmup-steps", "100", "--optimizer.lr", "2e-4"]) == 0
-        note = "warm-up     the run ends in the warm-up, at 0.0001 of the rate 0.0002 (--optimizer.warmup-steps)"
+        note = "warm-up     the run ends in the warm-up, at rate 0.0001 instead of 0.0002 (--optimizer.warmup-steps)"
         assert (note in capsys.readouterr().out) == noted
 
 
@@ -319,6 +320,23 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], names)
     expected = load_run(run).model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in names["model"].state_dict().items())
+    assert main(["export", str(run), "--out", str(out)]) == 0  # over an earlier export
+
+
+def test_warnings_are_one_line(monkeypatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored after the test
+    assert main(["data", "list"]) == 0
+    assert warnings.formatwarning("few samples", UserWarning, "statistics.py", 103) == "warning: few samples\n"
+
+
+def test_an_export_overwrites_no_other_files(run, tmp_path, capsys) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("my project")
+    for out in (tmp_path / "mine", run):
+        before = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()}
+        assert main(["export", str(run), "--out", str(out)]) == 1
+        assert f"out: {out} is not empty and holds no export; choose another folder" in capsys.readouterr().err
+        assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()}
 
 
 def test_arguments_that_the_locale_cannot_decode_are_refused(capsys) -> None:

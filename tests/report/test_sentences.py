@@ -133,7 +133,9 @@ def test_times_of_runs_that_trained_together_are_not_compared(tmp_path: Path) ->
         metrics = tmp_path / name / "metrics.jsonl"
         metrics.write_text(metrics.read_text().replace('"torch": "2"', '"torch": "2", "time": "2026-01-01 10:00:00"'))
     text = sentences.throughput(compare(tmp_path))
-    assert text.startswith("none trains on 1.00 images per second (median) and cs 0.7 on 0.500. Some runs trained at the")
+    assert text.startswith(
+        "none trains on 1.00 images per second (median) and cs 0.7 on 0.500. Some runs trained at the"
+    )
     assert finding(tmp_path).endswith("(1.00× as fast in steps).")
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not support all characters
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
+    if not os.environ.get("SCALELONG_DEBUG"):
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:

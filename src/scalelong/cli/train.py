@@ -91,7 +91,9 @@ def warmup_note(config: RunConfig) -> str:
     warmup, lr, steps = config.optimizer.warmup_steps, config.optimizer.lr, config.training.steps
     if steps >= warmup:
         return ""
-    return f"the run ends in the warm-up, at {lr * steps / warmup:.2g} of the rate {lr:.2g} (--optimizer.warmup-steps)"
+    return (
+        f"the run ends in the warm-up, at rate {lr * steps / warmup:.2g} instead of {lr:.2g} (--optimizer.warmup-steps)"
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import tyro
 import yaml
@@ -132,8 +132,6 @@ class _PlainLoader(yaml.SafeLoader):
     As in YAML 1.2, only true and false are booleans (not off or yes), 010 is ten, and 1:30 and dates are text.
     """
 
-    yaml_implicit_resolvers: ClassVar = {}
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not allowed in settings")
@@ -146,6 +144,7 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_PlainLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),

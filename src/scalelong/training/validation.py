@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from scalelong.backbones import as_network
-from scalelong.data import load_source
+from scalelong.data import DataError, load_source
 from scalelong.data.loader import caption_rows
 from scalelong.errors import require
 from scalelong.random import normal, uniform
@@ -41,7 +41,10 @@ class ValidationObserver:
         require(images >= NOISE_BINS, "validate-images", f"at least {NOISE_BINS}, one per bin", images)
         data = trainer.config.data
         self.trainer, self.every, self.split = trainer, every, split
-        self.source = load_source(data.name, image_size=data.image_size, split=split, root=data.root)
+        try:
+            self.source = load_source(data.name, image_size=data.image_size, split=split, root=data.root)
+        except DataError as error:
+            raise DataError(str(error).replace("data.split:", "validate-split:", 1)) from error
         if self.source.shape != trainer.source.shape:
             sizes = f"{self.source.shape}, those of {data.split!r} are {trainer.source.shape}"
             raise ValueError(f"validate-split: images of {split!r} are {sizes}; set data.image_size")
