@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from measures import DEVICE, averages, judged, value_of
 from output import Outcome, draw, print_outcome, print_table, write_csv, write_summary
 from settings import EXPERIMENTS, Experiment, load, names, run_key, scales
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from scalelong.cli.estimate import estimated_seconds
 from scalelong.errors import SettingError, one_line
 from scalelong.files import atomic_folder, write_text
+from scalelong.runs.config import parse_yaml
 from scalelong.runs.reader import Run, read_run
 from scalelong.runs.settings import RunConfig
 from scalelong.training import to_yaml
@@ -104,7 +104,7 @@ def parsed_changes(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
         part, _, name = key.partition(".")
         if not (equals and name):
             raise SettingError(f"set: must be SECTION.KEY=VALUE, got {pair!r}; for example model.dim=16")
-        found.setdefault(part, {})[name] = yaml.safe_load(value)
+        found.setdefault(part, {})[name] = parse_yaml(value)
     return found
 
 

@@ -61,7 +61,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     >>> did_you_mean("unversal", ["cs", "universal"])
     "did you mean 'universal'? "
     """
-    near = difflib.get_close_matches(str(name)[:100], list(known), n=1, cutoff=0.5)
+    given, names = str(name)[:100], list(known)
+    near = [n for form in (given, given.lower()) for n in difflib.get_close_matches(form, names, n=1, cutoff=0.5)]
     return f"did you mean {near[0]!r}? " if near else ""
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,9 @@ def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
     [
         (["train"], "preset: name the one to train, one of digits-demo"),
         (["train", "digit-demo"], "did you mean 'digits-demo'?"),
+        (["train", "mine.yaml"], "preset: mine.yaml is a file; pass --config mine.yaml"),
+        (["train", "digits-demo", "--method", "CS"], "scaling.method: unknown 'CS'; did you mean 'cs'?"),
+        (["train", "digits-demo", "--distillation.dim=0"], "distillation.dim: must be at least 1, got 0"),
         (["train", "x"], "preset: unknown 'x'; choose one of digits-demo"),
         (["train", "digits-demo", "--config", "nope.yaml"], "config: nope.yaml cannot be read (No such file"),
         (["train", "digits-demo", "--scaling.kappa", "1.7", "--dry-run"], "scaling.kappa: must be in (0, 1], got 1.7"),
@@ -102,6 +106,19 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(places, tmp_path, 
     assert "parameters  698,638" in printed
     assert "memory" in printed
     assert "time" in printed
+
+
+def test_a_run_that_ends_in_its_warm_up_is_noted(capsys) -> None:
+    arguments = ["train", "digits-demo", "--method", "none", "--dry-run", "--steps"]
+    for steps, noted in (("50", True), ("100", False)):
+        assert main([*arguments, steps, "--optimizer.warmup-steps", "100", "--optimizer.lr", "2e-4"]) == 0
+        note = "warm-up     the run ends in the warm-up, at rate 0.0001 instead of 0.0002 (--optimizer.warmup-steps)"
+        assert (note in capsys.readouterr().out) == noted
+
+
+def test_remedies_name_the_flags_of_every_part() -> None:
+    assert as_flags("x: bad; set features.tap", "train") == "x: bad; set --features.tap"
+    assert as_flags("x: bad; set mup.base_width=0", "train") == "x: bad; set --mup.base-width 0"
 
 
 def test_short_flags_are_those_of_other_verbs(capsys) -> None:
@@ -156,7 +173,7 @@ def test_train_again_resumes_and_goes_on(run, capsys) -> None:
     assert main(["train", "digits-demo", "--config", yaml, "--out", str(run), "--training.steps", "6"]) == 0
     said = capsys.readouterr().out
     assert "trained at step 6" in said
-    assert said.startswith("ls: before about") and "--method none" in said.splitlines()[0]
+    assert said.startswith("ls: in our long runs") and "--method none" in said.splitlines()[0]
 
 
 def test_the_same_images_at_any_batch_size(run, capsys) -> None:
@@ -303,6 +320,23 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
     exec(re.findall(r"```python\n(.*?)```", card, flags=re.S)[0], names)
     expected = load_run(run).model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in names["model"].state_dict().items())
+    assert main(["export", str(run), "--out", str(out)]) == 0  # over an earlier export
+
+
+def test_warnings_are_one_line(monkeypatch) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # restored after the test
+    assert main(["data", "list"]) == 0
+    assert warnings.formatwarning("few samples", UserWarning, "statistics.py", 103) == "warning: few samples\n"
+
+
+def test_an_export_overwrites_no_other_files(run, tmp_path, capsys) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("my project")
+    for out in (tmp_path / "mine", run):
+        before = {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()}
+        assert main(["export", str(run), "--out", str(out)]) == 1
+        assert f"out: {out} is not empty and holds no export; choose another folder" in capsys.readouterr().err
+        assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir() if path.is_file()}
 
 
 def test_arguments_that_the_locale_cannot_decode_are_refused(capsys) -> None:

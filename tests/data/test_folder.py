@@ -48,6 +48,16 @@ def test_one_flat_folder_has_no_classes(tmp_path: Path) -> None:
     assert FolderSource(Request(str(tmp_path))).num_classes == 0  # one sub-folder says nothing
 
 
+def test_image_files_that_are_not_read_are_reported(tmp_path: Path, caplog) -> None:
+    save(tmp_path / "a.png")
+    for name in ("b.HEIC", "c.heic", "d.avif", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert FolderSource(Request(str(tmp_path))).files == ["a.png"]
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "1 .avif, 2 .heic not read; convert them to PNG or JPEG to use them"
+    ]
+
+
 def test_splits(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("val", 1)):
         for number in range(count):

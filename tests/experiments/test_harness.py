@@ -54,7 +54,7 @@ def test_every_experiment_has_valid_settings_results_and_a_place_on_the_page(nam
         ("runs: {a: {}, b: {}}", "'a' and 'b' have the same settings"),
         ("runs: {a: {scaling: {method: lss}}}", "x/settings.yaml: runs.a: scaling.method: unknown 'lss'; did you mean 'ls'"),
         ("runs: {a: {model: {dept: 3}}}", "x/settings.yaml: runs.a: unknown key 'model.dept'; did you mean 'model.depth'"),
-        ("runs: {a: {training: {steps: many}}}", "x/settings.yaml: runs.a: training.steps: must be int, got 'many'"),
+        ("runs: {a: {training: {steps: many}}}", "runs.a: training.steps: must be a whole number, got 'many'"),
         ("preset: cifar-uvit", "x/settings.yaml: preset: unknown 'cifar-uvit'; did you mean 'cifar10-"),
         ("seeds: [0, 0]", "seeds: must be one or more different numbers"),
         ("runs: [none]", "runs: must be a dict"),

@@ -127,6 +127,18 @@ def test_learned_coefficients_that_hardly_differ_are_nearly_the_same(tmp_path: P
     assert text.startswith("ls: nearly the same for all 2 skips, 0.500 to 0.502 after training")
 
 
+def test_times_of_runs_that_trained_together_are_not_compared(tmp_path: Path) -> None:
+    for name, method, seconds in (("a", "none", 100.0), ("b", "cs", 200.0)):
+        write_run(tmp_path / name, method, seconds=seconds)
+        metrics = tmp_path / name / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace('"torch": "2"', '"torch": "2", "time": "2026-01-01 10:00:00"'))
+    text = sentences.throughput(compare(tmp_path))
+    assert text.startswith(
+        "none trains on 1.00 images per second (median) and cs 0.7 on 0.500. Some runs trained at the"
+    )
+    assert finding(tmp_path).endswith("(1.00× as fast in steps).")
+
+
 def test_throughput_and_quality_are_compared_with_the_baseline(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "none", evaluations=[(40, 20.0)])
     write_run(tmp_path / "b", "cs", seconds=2.0, evaluations=[(40, 15.0)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from scalelong.errors import SettingError
 from scalelong.runs.config import from_yaml
-from scalelong.runs.settings import RunConfig, differences, dotted
+from scalelong.runs.settings import RunConfig, TrainingSettings, differences, dotted
 from scalelong.training import PRESETS, get_preset, to_yaml
 from scalelong.training.build import build_model, check_config
 from tests.training.tiny import TINY, tiny
@@ -30,7 +32,7 @@ def test_presets_are_the_columns_of_table_6(name: str) -> None:
 
 
 def test_every_kind_of_value_survives_yaml(tmp_path) -> None:
-    changes = {"data_image_size": 8, "data_root": "--odd name", "training_wandb_project": "none", "scaling_start": 0.25,
+    changes = {"data_image_size": 8, "data_root": "--odd name", "training_wandb_project": "off", "scaling_start": 0.25,
                "model_channels": (8,), "sampling_guidance_interval": (0.5, 3.0)}  # fmt: skip
     (tmp_path / "config.yaml").write_text(to_yaml(tiny(**changes)))
     assert from_yaml(tmp_path / "config.yaml") == tiny(**changes)
@@ -47,20 +49,46 @@ def test_a_yaml_file_changes_only_what_it_names(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("training: {compile: auto, wandb_project: off}", {"training.compile": "auto", "training.wandb_project": "off"}),
+        ("data: {flip: false}  # no flips", {"data.flip": False}),
+        ("optimizer: {lr: 1e-4, betas: [9e-1, 0.95]}", {"optimizer.lr": 1e-4, "optimizer.betas": (0.9, 0.95)}),
+        ("sampling: {guidance_interval: [0.5, inf]}", {"sampling.guidance_interval": (0.5, math.inf)}),
+        ("training: {steps: 1_000, seed: 010, wandb_project: 2024-01-01}",
+         {"training.steps": 1000, "training.seed": 10, "training.wandb_project": "2024-01-01"}),
+        ("\ufeffdata:\r\n  # flip: false\r\nmodel:\r\n  channels:\r\n  - 8\r\n", {"model.channels": (8,)}),
+    ],
+)  # fmt: skip
+def test_handwritten_values_mean_what_they_say(text: str, changed: dict, tmp_path) -> None:
+    """`off` is text, 1e-4 a number anywhere, 010 ten; a part whose keys are commented out changes nothing."""
+    (tmp_path / "mine.yaml").write_bytes(text.encode())
+    base = RunConfig(training=TrainingSettings(compile="step"))
+    assert {key: new for key, (_, new) in differences(base, from_yaml(tmp_path / "mine.yaml", base)).items()} == changed
+    (tmp_path / "mine.yaml").write_text("training: {compile: off}")
+    assert from_yaml(tmp_path / "mine.yaml", base).training.compile == "off"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("trainig: {steps: 7}", r"unknown key 'trainig'; did you mean 'training'\?"),
         ("training: {step: 7}", r"unknown key 'training\.step'; did you mean 'training\.steps'\?"),
-        ("training: {steps: many}", r"training\.steps: must be int, got 'many'"),
-        ("training: {steps: 1.5}", r"training\.steps: must be int, got 1\.5"),
-        ("training: {steps: true}", r"training\.steps: must be int, got True"),
+        ("training: {steps: many}", r"training\.steps: must be a whole number, got 'many'"),
+        ("training: {steps: 1.5}", r"training\.steps: must be a whole number, got 1\.5"),
+        ("training: {steps: true}", r"training\.steps: must be a whole number, got True"),
         ("training: {precision: fp8}", r"training\.precision: must be one of auto, fp32, bf16, fp16, got 'fp8'"),
-        ("optimizer: {betas: [0.9]}", r"optimizer\.betas: must be tuple\[float, float\], got \[0\.9\]"),
-        ("data: {flip: 'no'}", r"data\.flip: must be bool"),
-        ("data: {name: null}", r"data\.name: must be str, got None"),
-        ("data: {image_size: big}", r"data\.image_size: must be int \| None, got 'big'"),
+        ("optimizer: {betas: [0.9]}", r"optimizer\.betas: must be a list of 2 numbers, got \[0\.9\]"),
+        ("data: {flip: 'no'}", r"data\.flip: must be true or false, got 'no'"),
+        ("data: {name: null}", r"data\.name: must be text, got None"),
+        ("data: {image_size: big}", r"data\.image_size: must be a whole number or null, got 'big'"),
         ("training: 7", r"training: must hold keys and values"),
-        ("training: {steps: [", r"is not YAML"),
+        ("data: {flip: off}", r"data\.flip: must be true or false, got 'off'"),
+        ("training: {steps: 1:30}", r"training\.steps: must be a whole number, got '1:30'"),
+        ("training.steps: 7", r"unknown key 'training\.steps'; it belongs inside its part, training: {steps: \.\.\.};"),
+        ("lr: 1e-4", r"unknown key 'lr'; it belongs inside its part, optimizer: {lr: \.\.\.};"),
+        ("training: {steps: [", r"is not YAML of plain values: line 1, column 20: "),
+        ("training:\n\tsteps: 5", r"is not YAML of plain values: line 2, column 1: found character '\\t'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_its_key(text: str, message: str, tmp_path) -> None:
@@ -128,7 +156,7 @@ def test_a_key_that_is_given_twice_and_a_value_of_the_wrong_type_are_one_line(tm
     file = tmp_path / "mine.yaml"
     for text, message in (
         ("training: {steps: 1, steps: 2}", "the key 'steps' is given twice"),
-        ("training: {steps: many}", "training.steps: must be int, got 'many'"),
+        ("training: {steps: many}", "training.steps: must be a whole number, got 'many'"),
     ):
         file.write_text(text)
         with pytest.raises(SettingError, match=message):

@@ -222,6 +222,14 @@ def test_gates_take_the_precision_of_most_weights() -> None:
     assert all(p.dtype == torch.float16 for p in model.scalelong.parameters())
 
 
+def test_gates_are_named_until_the_first_forward() -> None:
+    model = TutorialUNet()
+    handle = scalelong.apply(model, "ls", example=image())
+    assert "nan" not in str(handle) and str(handle).splitlines()[-1].endswith("gate")
+    model(*image())
+    assert "gate" not in str(handle).splitlines()[-1]
+
+
 def test_the_handle_prints_the_skips_with_their_coefficients() -> None:
     text = str(scalelong.apply(build(UVIT), "cs", kappa=0.5))
     assert text.splitlines()[0] == "cs(kappa=0.5) on UViT"

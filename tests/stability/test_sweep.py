@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from concurrent.futures import Future
 from pathlib import Path
 
+from scalelong import progress
 from scalelong.runs.presets import get_preset
 from scalelong.runs.reader import read_run
+from scalelong.stability import sweep as module
 from scalelong.stability.sweep import sweep, train_in_parallel
 from tests.training.tiny import tiny
 
@@ -24,3 +29,31 @@ def test_runs_in_parallel_are_trained_with_a_probe(tmp_path: Path) -> None:
     for name in ("none-seed0", "ls-seed0"):
         run = read_run(tmp_path / name)
         assert (run.last_step, bool(run.probe)) == (2, True)
+
+
+def test_progress_counts_from_the_start_of_a_run_and_ends_with_it(tmp_path: Path, capsys, monkeypatch) -> None:
+    """The second run waits 1,000 s for a core, then takes 10 s a step."""
+    configs = sweep(tiny(training_steps=10), ["none"], [0, 1])
+    futures: list[Future[None]] = [Future(), Future()]
+    now = 0.0
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 10.0
+        for name, start, future in zip(configs, (0.0, 1000.0), futures, strict=True):
+            step = int((now - start) / 10)
+            if 0 <= step <= 10:
+                (tmp_path / name).mkdir(exist_ok=True)
+                with (tmp_path / name / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step, "kind": "train" if step else "start", "loss": 1.0}) + "\n")
+            if step == 10:
+                future.set_result(None)
+
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    module._show_progress(futures, configs, tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["none-seed0"] * 10 + ["none-seed1"] * 10
+    assert re.match(r"none-seed1: 1 of 10 step, 00:[12]0 so far, 0[123]:\d\d left", lines[10]), lines[10]
+    assert lines[9].startswith("none-seed0: 10 of 10 step, 01:")

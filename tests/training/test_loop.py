@@ -263,6 +263,8 @@ class TestLoadRun:
             load_run(folder, weights="best")
         with pytest.raises(FileNotFoundError, match="is not a run folder"):
             load_run(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="step-00000008: is a checkpoint, not a run folder; give the run"):
+            load_run(folder / "checkpoints" / "step-00000008")
         shutil.rmtree(folder / "checkpoints")
         with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
             load_run(folder)

@@ -85,13 +85,15 @@ def test_a_split_with_other_classes_is_refused(tmp_path) -> None:
     folder("test", ["ant", "cat"])
     changes = {"data_name": f"folder:{tmp_path / 'data'}", "condition_kind": "class", "training_batch_size": 1}
     trainer = Trainer(tiny(**changes), tmp_path / "run")
+    with pytest.raises(DataError, match=r"^validate-split: .* has no 'val'; it has test, train"):
+        ValidationObserver(trainer, "val", images=10)
     with pytest.raises(DataError, match="validate-split: 'test': class 1 is 'cat', in the training data 'bee'"):
         ValidationObserver(trainer, "test", images=10)
 
 
 def test_bad_requests_are_refused(tmp_path) -> None:
     trainer = Trainer(tiny(), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"data\.split: digits has no 'test'; it has train"):
+    with pytest.raises(ValueError, match="validate-split: digits has no 'test'; it has train"):
         ValidationObserver(trainer)
     with pytest.raises(ValueError, match=r"validate-images: must be at least 10"):
         ValidationObserver(trainer, "train", images=5)

@@ -53,9 +53,11 @@ class UViTConfig:
         if dim % heads:
             raise ValueError(f"uvit.heads: {heads} does not divide dim {dim}; choose a divisor of it")
         if dim % 2:
-            raise ValueError(f"uvit.dim: {dim} is odd, but the time embedding is half cosines, half sines")
+            raise ValueError(
+                f"uvit.dim: {dim} is odd, but the time embedding is half cosines, half sines; use an even one"
+            )
         if self.depth % 2:
-            raise ValueError(f"uvit.depth: {self.depth} is odd, but each in-block needs its out-block")
+            raise ValueError(f"uvit.depth: {self.depth} is odd, but each in-block needs its out-block; use an even one")
         if not self.mlp_ratio > 0:
             raise ValueError(f"uvit.mlp_ratio: {self.mlp_ratio!r} must be positive; 4.0 is usual")
         if (self.text_dim > 0) != (self.text_tokens > 0):

@@ -8,11 +8,14 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 
 from scalelong import __version__
 from scalelong.errors import StoppedError, one_line, unknown_name
 from scalelong.progress import LogHandler
+from scalelong.runs.settings import RunConfig
 
 VERBS = {
     "demo": "train none, cs and ls on digits and compare them",
@@ -34,7 +37,7 @@ VERBS = {
     "doctor": "report versions, devices, extras and cached data",
 }
 
-_PARTS = "data|model|scaling|condition|diffusion|optimizer|training|sampling"
+_PARTS = "|".join(field.name for field in fields(RunConfig))
 _SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?![\w(])(?:=(?:True\b|'?(\w*)'?))?")
 _ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
 
@@ -62,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not support all characters
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
+    if not os.environ.get("SCALELONG_DEBUG"):
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code
     for noisy in ("httpx", "accelerate", "matplotlib", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:

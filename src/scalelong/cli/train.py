@@ -63,6 +63,8 @@ def parse(arguments: list[str]) -> Train:
     first = parsed(asked, Train(preset="", settings=RunConfig()))  # find preset and file in any order
     if not first.preset and not first.config and asked == arguments:
         raise ValueError(f"preset: name the one to train, one of {', '.join(PRESETS)}; or --config FILE")
+    if first.preset not in PRESETS and Path(first.preset).suffix in (".yaml", ".yml"):
+        raise ValueError(f"preset: {first.preset} is a file; pass --config {first.preset}")
     settings = get_preset(first.preset) if first.preset else RunConfig()
     if first.config:
         settings = from_yaml(first.config, settings)
@@ -82,6 +84,16 @@ def run_name(command: Train) -> str:
     if not command.preset and file.name == CONFIG:
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{settings.data.name}-{settings.model.backbone}")
     return f"{name}-{settings.scaling.method}-seed{settings.training.seed}"
+
+
+def warmup_note(config: RunConfig) -> str:
+    """A note if the run ends before the warm-up does."""
+    warmup, lr, steps = config.optimizer.warmup_steps, config.optimizer.lr, config.training.steps
+    if steps >= warmup:
+        return ""
+    return (
+        f"the run ends in the warm-up, at rate {lr * steps / warmup:.2g} instead of {lr:.2g} (--optimizer.warmup-steps)"
+    )
 
 
 def main(arguments: list[str]) -> None:
@@ -106,15 +118,14 @@ def main(arguments: list[str]) -> None:
     check_extractor(command.evaluate_extractor)
     evaluation = replace(settings.sampling, count=command.evaluate_samples)
     check_count(evaluation)
-    note = training_note(settings.scaling, settings.training.steps)
+    notes = {"scaling": training_note(settings.scaling, settings.training.steps), "warm-up": warmup_note(settings)}
     if command.dry_run:
         print_estimate(settings)
-        if note:
-            print(f"scaling     {note}")
+        print("".join(f"{about:12}{note}\n" for about, note in notes.items() if note), end="")
         return
     trainer = Trainer(settings, folder)
-    if note and trainer.ranks.is_main_process:
-        print(note, flush=True)
+    if trainer.ranks.is_main_process and any(notes.values()):
+        print(*filter(None, notes.values()), sep="\n", flush=True)
     if command.probe_every:
         trainer.observers.append(OscillationProbe(trainer.model, trainer.probe_inputs(), every=command.probe_every))
     if command.validate_every:

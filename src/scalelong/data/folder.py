@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +14,11 @@ import torch
 from scalelong.data.base import DataError, Request, register
 from scalelong.data.images import EXTENSIONS, FileSource
 
+logger = logging.getLogger(__name__)
+
 SPLIT_NAMES = frozenset({"train", "val", "valid", "validation", "test"})
 _HIDDEN = (".", "__MACOSX")
+_UNREAD = frozenset({".avif", ".heic", ".heif", ".jxl", ".jp2", ".jfif", ".tga", ".exr", ".dng", ".psd"})  # images too
 
 
 @register("folder:PATH", "any folder of images; two or more sub-folders are classes")
@@ -51,11 +57,24 @@ def image_files(folder: Path) -> list[str]:
     """All image files below `folder`, as sorted relative paths with forward slashes."""
     if not folder.is_dir():
         raise DataError(f"data.name: {folder} is not an existing folder; check the path")
-    files = sorted(_walk(folder))
+    found = sorted(_walk(folder))
+    files = [name for name in found if _suffix(name) in EXTENSIONS]
+    if others := Counter(suffix for suffix in map(_suffix, found) if suffix not in EXTENSIONS):
+        shown = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(others.items()))
+        _warn_once(f"{folder}: {shown} not read; convert them to PNG or JPEG to use them")
     if not files:
         kinds = ", ".join(sorted(EXTENSIONS))
         raise DataError(f"data.name: {folder} holds no images ({kinds}); check the path, or use hf:{folder}")
     return files
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def _suffix(name: str) -> str:
+    return Path(name).suffix.lower()
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -68,5 +87,5 @@ def _walk(folder: Path) -> Iterator[str]:
         seen.add(place)
         children[:] = sorted(child for child in children if not child.startswith(_HIDDEN))
         for name in names:
-            if not name.startswith(".") and Path(name).suffix.lower() in EXTENSIONS:
+            if not name.startswith(".") and _suffix(name) in EXTENSIONS | _UNREAD:
                 yield (Path(directory) / name).relative_to(folder).as_posix()

@@ -37,6 +37,7 @@ from scalelong.runs.settings import Conditioning, SamplingPrecision, SamplingSet
 from scalelong.skips import is_scaled, scaling_of
 from scalelong.skips.feature_conditioning import conditioning_of, is_conditioned
 from scalelong.skips.feature_conditioning import to_json as features_to_json
+from scalelong.skips.persistence import SCALING_NAME
 from scalelong.training import TrainedRun
 from scalelong.training.run import AUTOENCODER, DENOISER, DESCRIPTION, INDEX, ExportedRun
 
@@ -76,7 +77,13 @@ class Exported:
 
 
 def export_weights(run: TrainedRun, folder: str | Path) -> Path:
-    """Write the weights for `scalelong.load` with their configuration and a model card; returns the folder."""
+    """Write the weights for `scalelong.load` with their configuration and a model card; returns the folder.
+
+    The folder must be new, empty or an earlier export.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / SCALING_NAME).is_file():
+        raise ValueError(f"out: {folder} is not empty and holds no export; choose another folder")
     card = model_card(read_run(run.folder), run.step, run.weights, run.shape, run.conditioning)
     out = scalelong.save(run.model, folder)
     write_text(out / CONFIG, to_yaml(run.config))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from scalelong.report.numbers import shortened
@@ -146,3 +149,20 @@ def _protocol(metric: Metric) -> str:
         "" if metric.extractor in metric.name else metric.extractor,
     ]
     return ", ".join(part for part in parts if part)
+
+
+def trained_together(runs: Sequence[Run]) -> bool:
+    """True if some of the runs trained at the same time, so that their seconds may not be comparable."""
+    return any(before[1] > after[0] + 1 for before, after in pairwise(sorted(s for run in runs for s in _spans(run))))
+
+
+def _spans(run: Run) -> list[tuple[float, float]]:
+    """When the run was training, in seconds since the epoch: one span per start."""
+    starts = [record for record in run.start if isinstance(record.get("time"), str)]
+    bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
+    spans = []
+    for record, trained in zip(starts, (b - a for a, b in pairwise(bounds)), strict=True):
+        with contextlib.suppress(ValueError):
+            began = datetime.strptime(record["time"], "%Y-%m-%d %H:%M:%S").timestamp()
+            spans.append((began, began + trained))
+    return spans

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalelong.report.compare import Arrivals, Comparison, Pair, Race
-from scalelong.report.groups import Group
+from scalelong.report.groups import Group, trained_together
 from scalelong.report.numbers import UNRESOLVED, at_steps, count, duration, joined, number, percent, times, with_sd
 from scalelong.report.speedup import describe
 from scalelong.runs.records import Metric
@@ -215,8 +215,12 @@ def speed_up(race: Race, group: Group, other: Group) -> str:
         return f"{start} in {mine.reached} of {len(group.runs)} seeds, {other.label} in {theirs.reached} of {len(other.runs)}"
     pair, resolved = Pair(mine, theirs), mine.steps.resolved(theirs.steps)
     in_steps = f"{times(pair.in_steps)} as fast in steps" if resolved else f"speed-up in steps {UNRESOLVED}"
-    in_time = f"{times(pair.in_seconds)} in time" if mine.seconds.resolved(theirs.seconds) else f"in time {UNRESOLVED}"
-    return f"{start}, {other.label} {_arrival(theirs)} ({in_steps}, {in_time})"
+    in_time = (
+        f", {times(pair.in_seconds)} in time" if mine.seconds.resolved(theirs.seconds) else f", in time {UNRESOLVED}"
+    )
+    if trained_together([*group.runs, *other.runs]):
+        in_time = ""
+    return f"{start}, {other.label} {_arrival(theirs)} ({in_steps}{in_time})"
 
 
 def _arrival(arrivals: Arrivals) -> str:
@@ -233,12 +237,15 @@ def throughput(comparison: Comparison) -> str:
     base = comparison.measure(comparison.baseline, "images_per_second")
     if not math.isfinite(base.mean):
         return "No throughput was recorded."
+    together = trained_together([run for group in comparison.groups for run in group.runs])
     parts = [f"{comparison.baseline.label} trains on {number(base.mean, 3)} images per second (median)"]
     for group in comparison.others:
         own = comparison.measure(group, "images_per_second")
         if math.isfinite(own.mean):
-            parts.append(f"{group.label} on {number(own.mean, 3)} ({percent(own.mean, base.mean)})")
-    return f"{joined(parts)}."
+            against = "" if together else f" ({percent(own.mean, base.mean)})"
+            parts.append(f"{group.label} on {number(own.mean, 3)}{against}")
+    note = " Some runs trained at the same time, so this does not compare the methods." if together else ""
+    return f"{joined(parts)}.{note}"
 
 
 def coefficients(comparison: Comparison) -> list[str]:

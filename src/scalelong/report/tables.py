@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 
 from scalelong.files import write_text
 from scalelong.report import sentences, speedup
 from scalelong.report.compare import MEASURES, Arrival, Arrivals, Comparison, Race
-from scalelong.report.groups import Group, differing_settings, seeds_text
+from scalelong.report.groups import Group, differing_settings, seeds_text, trained_together
 from scalelong.report.numbers import (
     UNKNOWN,
     UNRESOLVED,
@@ -238,7 +235,7 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
         found.append(f"The blocks were probed at different intervals ({steps} steps): oscillations are not ranked.")
     if len(devices := sorted({str(record.get("device")) for run in runs for record in run.start})) > 1:
         found.append(f"The runs ran on different devices ({joined(devices)}): seconds are not comparable.")
-    if any(before[1] > after[0] + 1 for before, after in pairwise(sorted(s for run in runs for s in _spans(run)))):
+    if trained_together(runs):
         found.append("Some of the runs trained at the same time: if they shared a machine, seconds are not comparable.")
     for group in comparison.groups:
         if repeated := [str(seed) for seed, n in Counter(group.seeds).items() if n > 1]:
@@ -291,18 +288,6 @@ def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:
     elif any(at > step for values in last.values() for at, _ in values):
         found.append(f"{name} is compared at step {count(step)}, the last step common to all runs.")
     return found
-
-
-def _spans(run: Run) -> list[tuple[float, float]]:
-    """When the run was training, in seconds since the epoch: one span per start."""
-    starts = [record for record in run.start if isinstance(record.get("time"), str)]
-    bounds = run.seconds_at([*(record["step"] for record in starts), run.last_step])
-    spans = []
-    for record, trained in zip(starts, (b - a for a, b in pairwise(bounds)), strict=True):
-        with contextlib.suppress(ValueError):
-            began = datetime.strptime(record["time"], "%Y-%m-%d %H:%M:%S").timestamp()
-            spans.append((began, began + trained))
-    return spans
 
 
 def _data_names(runs: Sequence[Run]) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 
 import tyro
@@ -49,9 +51,11 @@ def with_settings(base: RunConfig, content: Any, where: str) -> RunConfig:
     10
     """
     known, parts, values = dotted(base), list(vars(base)), {}
-    for part, settings in _mapping({} if content is None else content, where).items():
+    for part, settings in _mapping(content, where).items():
         if part not in parts:
-            raise SettingError(f"{where}: unknown key {short(part)}; {did_you_mean(part, parts)}correct or remove it")
+            inside = [key for key in known if part == key or part == key.partition(".")[2]]
+            hint = f"it belongs inside its part, {_nested(*inside)}; " if inside else did_you_mean(part, parts)
+            raise SettingError(f"{where}: unknown key {short(part)}; {hint}correct or remove it")
         for name, value in _mapping(settings, f"{where}: {part}").items():
             if (key := f"{part}.{name}") not in known:
                 raise SettingError(f"{where}: unknown key {short(key)}; {did_you_mean(key, known)}correct or remove it")
@@ -66,13 +70,28 @@ def with_settings(base: RunConfig, content: Any, where: str) -> RunConfig:
     key = next((key for key, value in values.items() if _parsed(base, {key: value}) is None), next(iter(values)))
     part, _, name = key.partition(".")
     hint = typing.get_type_hints(type(getattr(base, part)))[name]
-    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise SettingError(f"{where}: {key}: must be {_expected(hint)}, got {short(values[key])}")
+
+
+def _nested(*keys: str) -> str:
+    return " or ".join("{}: {{{}: ...}}".format(*key.split(".")) for key in keys)
+
+
+def _expected(hint: Any) -> str:
+    """Describe a type as in `validation`: `int | None` is "a whole number or null"."""
+    kinds = typing.get_args(hint)
+    if isinstance(hint, UnionType):
+        return f"{_expected(kinds[0])} or null"
     if typing.get_origin(hint) is Literal:
-        expected = f"one of {', '.join(typing.get_args(hint))}"
-    raise SettingError(f"{where}: {key}: must be {expected}, got {short(values[key])}")
+        return f"one of {', '.join(kinds)}"
+    if typing.get_origin(hint) is tuple:
+        return "a list of numbers" if kinds[-1] is Ellipsis else f"a list of {len(kinds)} numbers"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if value is None:  # an empty file, or a part whose settings are all commented out
+        return {}
     if isinstance(value, dict):
         return value
     raise SettingError(f"{where}: must hold keys and values, got {short(value)}")
@@ -86,7 +105,7 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
             return None  # as text, null and numbers would pass for names
         if isinstance(known[key], tuple) != isinstance(value, list):
             return None  # a list of one number would pass for that number
-        if isinstance(value, list) and not all(map(is_number, value)):
+        if isinstance(value, list) and not all(map(_is_numeric, value)):
             return None  # text could pass for a flag
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, int) and abs(number) > 10**300 for number in numbers):
@@ -99,8 +118,19 @@ def _parsed(base: RunConfig, values: Mapping[str, Any]) -> RunConfig | None:
             return None
 
 
+def _is_numeric(value: Any) -> bool:
+    """True for numbers and for text that YAML 1.1 does not read as one: 1e-4, inf."""
+    return is_number(value) or (isinstance(value, str) and _NUMBER.fullmatch(value) is not None)
+
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*(e[-+]?\d+)?|inf)", re.IGNORECASE)
+
+
 class _PlainLoader(yaml.SafeLoader):
-    """YAML loader for plain values; rejects aliases (billion laughs)."""
+    """YAML loader for plain values; rejects aliases (billion laughs).
+
+    As in YAML 1.2, only true and false are booleans (not off or yes), 010 is ten, and 1:30 and dates are text.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -114,6 +144,29 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_PlainLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),
+    ("float", r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|[-+]?\.inf|\.nan", "-+0123456789."),
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+):
+    _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML of plain values.
+
+    >>> parse_yaml("{compile: off, flip: true}")
+    {'compile': 'off', 'flip': True}
+    """
+    loader: Any = _PlainLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
 def read_yaml(path: Path) -> Any:
     """Read a small YAML file of plain values; raise a SettingError that names the file if it is invalid."""
     try:
@@ -121,21 +174,23 @@ def read_yaml(path: Path) -> Any:
             text = file.read(LARGEST_YAML + 1)
         if len(text) > LARGEST_YAML:
             raise SettingError(f"{path}: more than {LARGEST_YAML:,} bytes, which no settings have; check the path")
-        loader: Any = _PlainLoader(text.decode())
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        return parse_yaml(text.decode())
     except OSError as error:
         raise SettingError(f"config: {path} cannot be read ({error.strerror}); check the path") from None
     except SettingError:
         raise
     except RecursionError:
         raise SettingError(f"{path}: is nested too deeply to be settings; check the file") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, an impossible date
-        raise SettingError(f"{path}: is not YAML of plain values: {short_lines(error)}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = str(error.problem).removeprefix("but ")
+        raise SettingError(f"{path}: is not YAML of plain values: {where}{problem}; correct the line") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8
+        raise SettingError(f"{path}: is not YAML of plain values: {short_lines(error)}; correct the file") from None
 
 
 def short_lines(error: Exception) -> str:
     """The message of an error as one truncated line."""
-    return short(" ".join(str(error).split()), 200).strip("'\"")
+    line = " ".join(str(error).split())
+    return line if len(line) <= 200 else f"{line[:197]}..."

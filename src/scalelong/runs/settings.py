@@ -240,7 +240,9 @@ class RunConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     mup: MupSettings = field(default_factory=MupSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: SamplingSettings = field(
+        default_factory=SamplingSettings
+    )  # defaults of `sample`, `evaluate` and all grids
 
 
 # Settings that may change on resume: they affect length, output and speed; shard and compile also rounding.

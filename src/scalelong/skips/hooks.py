@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from scalelong.errors import short
 from scalelong.scaling.constant import Scaling
 from scalelong.skips.long_skip import (
     ATTACHMENT,
@@ -267,7 +268,7 @@ def check_state_dict(model: nn.Module, state_dict: MutableMapping[str, Tensor], 
         _handle_missing(model, scaling, state_dict, prefix)
         return
     if given.keys() != expected.keys():
-        saved = f"{sorted(given)} rather than {sorted(expected)}"
+        saved = f"{short(sorted(given))} rather than {short(sorted(expected))}"
         raise ValueError(f"state_dict.{here}*: saved with another scaling than {scaling.config}: {saved}; {remedy}")
     for key, value in expected.items():
         if given[key].shape != value.shape:

@@ -6,6 +6,7 @@ module-level functions with their data in an attribute of the hooked module, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -193,6 +194,10 @@ def as_nests(skips: Sequence[Named | Sequence[Named]]) -> list[list[tuple[str, s
     return named
 
 
+def _shown(kappa: float) -> str:
+    return "gate" if math.isnan(kappa) else f"{kappa:.4g}"  # nan: learned, and no forward yet
+
+
 def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None = None) -> str:
     """The skips as a text table, outermost first, with their coefficients if given.
 
@@ -209,7 +214,7 @@ def skip_table(skips: Sequence[LongSkip], coefficients: Sequence[float] | None =
         size = skip.size
         number = f"{size.nest}.{skip.index - first[size.nest] + 1}" if several else str(skip.index)
         row = [number, skip.made_in, skip.used_in, str(size.channels), str(size.tokens or "-"), skip.reach]
-        rows.append(row + ([f"{coefficients[skip.index - 1]:.4g}"] if coefficients else []))
+        rows.append(row + ([_shown(coefficients[skip.index - 1])] if coefficients else []))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

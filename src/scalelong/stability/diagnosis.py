@@ -13,6 +13,7 @@ from scalelong.runs.settings import RunConfig
 
 OSCILLATES = 0.1  # of the norm, between records; a convention, as is SPIKES
 SPIKES = 5.0  # times the median gradient norm
+FEW = 5  # records of the loss, of which no trend is judged
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def diagnose(folder: str | Path) -> list[Sentence]:
     >>> _ = Path("config.yaml").write_text(to_yaml(RunConfig()))
     >>> _ = Path("metrics.jsonl").write_text('{"step": 10, "kind": "train", "loss": 0.5, "seconds": 2}')
     >>> print(diagnose(".")[0].text)
-    The loss stayed at 0.5 (means of the first and last fifth of 1 record).
+    The loss stayed at 0.5 (means of the first and last fifth of 1 record, too few to judge).
     """
     run = read_run(folder)
     if run.folder.is_file():
@@ -55,9 +56,10 @@ def _course(run: Run) -> list[Sentence]:
     went = f"{'fell' if last < first else 'rose'} from {first:.4g} to {last:.4g}"
     went = f"stayed at {last:.4g}" if last == first else went
     records = f"{len(losses)} record{'s' if len(losses) > 1 else ''}"
-    text = f"The loss {went} (means of the first and last fifth of {records})."
+    few = ", too few to judge" if len(losses) < FEW else ""
+    text = f"The loss {went} (means of the first and last fifth of {records}{few})."
     change = last / first if first else math.copysign(math.inf, last) if last else 1.0
-    found = [Sentence("course", text, change, last >= first and len(losses) > 1)]
+    found = [Sentence("course", text, change, last >= first and not few)]
     step, total = run.last_step, run.config.training.steps
     if step < total:
         text = f"The run is at step {step} of {total}; repeat the training command to continue it."

@@ -92,11 +92,15 @@ def _show_progress(futures: Sequence[Future[int | None]], configs: Mapping[str, 
     while not done:
         done = all(future.done() for future in futures)
         for name, bar in bars.items():
-            if (out / name / METRICS).is_file():
+            if not (out / name / METRICS).is_file():
+                bar.unpause()  # waiting for a core does not count
+            else:
                 records = [record for record in read_events(out / name)[0] if record["kind"] == "train"]
                 if records and records[-1]["step"] > bar.n:
                     bar.set_postfix(loss=f"{records[-1]['loss']:.4f}", refresh=False)
                     bar.update(records[-1]["step"] - bar.n)
+                    if bar.lines and bar.n >= configs[name].training.steps:
+                        bar.close()
         time.sleep(0 if done else 0.5)
     for bar in bars.values():
         bar.close()

@@ -129,6 +129,10 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> TrainedRun
         raise CheckpointError(
             f"{folder}: holds weights for scalelong.load, it is not a run folder; give the run itself"
         )
+    if not found and (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder}: is a checkpoint, not a run folder; give the run, and checkpoint to choose a step"
+        )
     if not found:
         raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
     if step is not None and step not in found:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from scalelong.backbones import as_network
+from scalelong.data import DataError
 from scalelong.data.loader import caption_rows
 from scalelong.errors import require
 from scalelong.random import normal, uniform
@@ -40,7 +41,10 @@ class ValidationObserver:
     def __init__(self, trainer: Trainer, split: str = "test", every: int = 1000, images: int = 2000) -> None:
         require(images >= NOISE_BINS, "validate-images", f"at least {NOISE_BINS}, one per bin", images)
         self.trainer, self.every, self.split = trainer, every, split
-        self.source = build_source(trainer.config, split)
+        try:
+            self.source = build_source(trainer.config, split)
+        except DataError as error:
+            raise DataError(str(error).replace("data.split:", "validate-split:", 1)) from error
         if self.source.shape != trainer.source.shape:
             sizes = f"{self.source.shape}, those of {trainer.config.data.split!r} are {trainer.source.shape}"
             raise ValueError(f"validate-split: images of {split!r} are {sizes}; set data.image_size")
