@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -275,3 +276,92 @@ def test_measured_sizes_overrule_a_law_that_fits_by_chance() -> None:
 
     torch.manual_seed(0)
     assert mup.roles(mup.parametrize(make(256), make(64)))["1.weight"].initial == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("base", [16, 256])
+def test_a_depthwise_transposed_convolution_is_not_a_readout(base: int) -> None:
+    """Its first dimension is both fan-out and number of groups; with a fixed number of groups it is a readout."""
+
+    def make(width: int, groups: int = 0) -> nn.Module:
+        layers = [nn.Conv2d(3, width, 1), nn.ConvTranspose2d(width, groups or width, 2, 2, groups=groups or width)]
+        return nn.Sequential(*layers)
+
+    found = mup.roles(mup.parametrize(make(64), meta(make, base)))["1.weight"]
+    assert (found.role, found.multiplier, found.lr) == ("input", 1, 1)
+    found = mup.roles(mup.parametrize(make(64, 2), meta(make, base, 2)))["1.weight"]
+    assert (found.role, found.multiplier) == ("output", base / 64)
+
+
+def test_embeddings_and_scales_of_other_names_are_not_readouts() -> None:
+    class Tokens(nn.Embedding):
+        pass
+
+    class Gain(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1, width, 1), 0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.mT * self.weight).mT
+
+    model = mup.parametrize(nn.Sequential(Tokens(5, 64), Gain(64)), nn.Sequential(Tokens(5, 16), Gain(16)))
+    assert {role.role for role in mup.roles(model).values()} == {"input"}
+    torch.testing.assert_close(model(torch.tensor([[2, 4]])), model[0].weight[[2, 4]][None] / 2)
+
+
+class Recurrent(nn.Module):
+    """The fan-in of an LSTM, its projection, or the keys of attention grows; what it gives is of fixed size."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(3, width), kind
+        if kind == "attention":
+            self.query, self.last = (
+                nn.Linear(3, 8),
+                nn.MultiheadAttention(8, 2, kdim=width, vdim=width, batch_first=True),
+            )
+        else:
+            self.last = nn.LSTM(width, 8, batch_first=True) if kind == "input" else nn.LSTM(3, width, proj_size=8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if self.kind == "attention":
+            return self.last(self.query(x), hidden, hidden)[0]
+        return self.last(hidden if self.kind == "input" else x)[0]
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("input", "weight_ih_l0"), ("projection", "weight_hr_l0"), ("attention", "v_proj_weight")]
+)
+def test_readouts_without_a_layer_get_their_multiplier_as_initial_size_and_rate(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    model, base = Recurrent(256, kind), Recurrent(64, kind)
+    mup.parametrize(model, base)
+    found = mup.roles(model)[f"last.{name}"]
+    assert (found.role, found.multiplier, found.lr, found.decay) == ("output", 1, 0.25, 4)
+    sizes = [float(getattr(each.last, name).detach().std()) for each in (model, base)]
+    assert sizes[0] / sizes[1] == pytest.approx(0.25, rel=0.1)
+    make, x = partial(Recurrent, kind=kind), torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    check = mup.coordinate_check(make, (48, 96, 192, 288), example=x)
+    assert check.flat, str(check)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (0, 1, 0), (0, 1, 1)])
+def test_a_bilinear_layer_with_a_second_input_that_grows_is_refused(sizes: tuple[int, ...]) -> None:
+    def make(width: int) -> nn.Module:
+        return nn.Bilinear(*(width if grows else 3 for grows in sizes))
+
+    with pytest.raises(ValueError, match=r"model: weight is \(.*\) at base width: .* keep the other dimensions fixed"):
+        mup.parametrize(make(64), make(16))
+
+
+def test_complex_initial_sizes_are_measured() -> None:
+    class Spectral(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.modes = nn.Parameter(torch.randn(width, width, 3, dtype=torch.cfloat) / width)
+
+    torch.manual_seed(0)
+    model = Spectral(128)
+    found = mup.roles(mup.parametrize(model, Spectral(32)))["modes"]
+    assert found.initial == pytest.approx(2, rel=0.05)  # a quarter where it should be a half
