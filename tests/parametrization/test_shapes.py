@@ -193,6 +193,19 @@ def test_weights_that_are_normalized_in_the_forward_pass_are_refused() -> None:
     assert mup.roles(mup.parametrize(make(Doubled, 64), meta(make, Doubled, 16)))["1.weight"].role == "hidden"
 
 
+def test_a_router_that_returns_indices_first_is_not_taken_for_a_normalized_layer() -> None:
+    class Router(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, width) / width**0.5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores, indices = F.linear(x, self.weight).softmax(-1).topk(2)
+            return indices, scores
+
+    assert mup.roles(mup.parametrize(Router(64), meta(Router, 16)))["weight"].role == "output"
+
+
 def test_lazy_modules_are_refused() -> None:
     def make(width: int) -> nn.Module:
         return nn.Sequential(nn.LazyLinear(width), nn.Linear(width, 1))

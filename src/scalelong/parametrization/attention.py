@@ -105,5 +105,6 @@ def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object])
         x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
         for change in changes:
             change(twin)
-            outputs.append(next(tensors_in(twin.forward(x))))  # without the hooks of a scaling
+            tensors = tensors_in(twin.forward(x))  # without the hooks of a scaling
+            outputs.append(next(each for each in tensors if each.is_floating_point()))  # not the indices of a router
     return outputs

@@ -203,9 +203,12 @@ def _law(
     noise = 3 / math.sqrt(count) + 0.005
     of_both = noise + 3 / math.sqrt(math.prod(base)) + 0.005
     largest = float(found.abs().max())
-    if abs(size / 0.02 - 1) < noise and largest > 1.01 * math.sqrt(3) * size and abs((measured or 1) - 1) < of_both:
-        return 1.0  # normal with 0.02, as in transformers: constant, also where a law gives nearly the same
+    normal = (
+        abs(size / 0.02 - 1) < noise and largest > 1.01 * math.sqrt(3) * size and abs((measured or 1) - 1) < of_both
+    )
     for here, there, uniform in _laws(own, tuple(weight.shape), shapes[names[id(weight)]]):
+        if normal and not uniform:
+            return 1.0  # normal with 0.02, as in transformers: constant, also where a law gives nearly the same
         within = largest <= 1.01 * math.sqrt(3) * here  # the bound of a uniform law
         agrees = not measured or abs(measured * here / there - 1) < of_both
         if abs(size / here - 1) < noise and (within or not uniform) and agrees:
