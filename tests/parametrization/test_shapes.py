@@ -135,6 +135,24 @@ def test_attention_whose_layers_are_not_recognized_is_refused_by_the_head_size_i
     mup.parametrize(block, base)  # the block's own numbers are those of its attention, which is recognized
 
 
+class LlamaAttention(Attention):
+    """Stores the head size, and the number of heads elsewhere, as in transformers."""
+
+    num_heads = 2
+
+    def __init__(self, width: int, names: tuple[str, ...]) -> None:
+        super().__init__(width, names)
+        del self.num_heads
+        self.head_dim = width // 2
+
+
+def test_attention_is_recognized_by_the_head_size_alone() -> None:
+    names = ("q_proj", "k_proj", "v_proj")
+    model = mup.parametrize(LlamaAttention(64, names), meta(LlamaAttention, 16, names))
+    assert getattr(model.q_proj, OUTPUT) == pytest.approx(0.5)
+    refused(lambda width: LlamaAttention(width, ("query_key_value",)), "LlamaAttention has heads of 32, of 8 at base")
+
+
 def test_layers_of_other_classes_are_recognized_by_their_names() -> None:
     """As EDM's convolutions, whose attention has a fixed scale."""
 

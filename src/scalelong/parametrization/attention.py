@@ -31,11 +31,11 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         fused = fused_layer(module)
         if isinstance(module, nn.MultiheadAttention):
             known[name] = module.head_dim
-        elif heads and queries is not None:
-            known[name] = queries.weight.shape[0] // heads
-        elif heads and fused is not None:
+        elif queries is not None and (heads or size):  # transformers' Llama stores the head size only
+            known[name] = queries.weight.shape[0] // heads if heads else size
+        elif fused is not None and (heads or size):
             known[name] = size or fused.weight.shape[0] // (3 * heads)
-        elif heads and size:
+        elif size and (heads or "attention" in type(module).__name__.lower()):
             others[name] = size
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
