@@ -361,6 +361,7 @@ class Recurrent(nn.Module):
         return self.last(hidden if self.kind == "input" else x)[0]
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize(
     "kind, name", [("input", "weight_ih_l0"), ("projection", "weight_hr_l0"), ("attention", "v_proj_weight")]
 )
