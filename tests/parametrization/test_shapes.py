@@ -115,6 +115,21 @@ def test_a_scale_that_is_a_tensor_or_not_1_over_sqrt_d_is_refused() -> None:
         model.scaling = 1.0  # as of T5, whose initial queries have 1 / sqrt(d) in them
         return model
 
+    def of_the_width(width: int) -> nn.Module:
+        model = Attention(width, ("qkv",))
+        model.scale = width**-0.5
+        return model
+
+    def fewer_keys(width: int) -> nn.Module:
+        model = Attention(width, ("qkv",))
+        model.head_dim, model.qkv = (
+            width // 2,
+            nn.Linear(width, 2 * width),
+        )  # two heads of queries, one of keys and values
+        return model
+
+    refused(of_the_width, "Attention has heads of 32, of 8 at base width, and a fixed scale")
+    refused(fewer_keys, "Attention has heads of 32, of 8 at base width, and a fixed scale")
     refused(learned, "Attention has heads of 32, of 8 at base width, and a fixed scale")
     refused(unscaled, "and a scale of 1, which is not 1 / sqrt")
 
