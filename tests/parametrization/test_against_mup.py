@@ -103,3 +103,18 @@ def test_what_the_package_loses_and_we_keep(theirs) -> None:
     mine = ours.parametrize(make(64), make(16))
     assert ours.roles(copy.deepcopy(mine)) == ours.roles(mine)
     torch.testing.assert_close(mine[2](x), nn.functional.conv2d(x / 4, mine[2].weight, mine[2].bias))
+
+
+@pytest.mark.slow
+def test_the_package_leaves_recurrent_biases_and_projections(theirs) -> None:
+    """Biases within 1 / sqrt(width) must not shrink; a projection to a fixed size is a readout."""
+    torch.manual_seed(0)
+    mine, base = nn.LSTM(3, 256, proj_size=8), nn.LSTM(3, 64, proj_size=8)
+    other = copy.deepcopy(mine)
+    ours.parametrize(mine, base)
+    theirs.set_base_shapes(other, base)
+    for name, factor in (("bias_ih_l0", 2), ("weight_hr_l0", 0.5)):  # as at base width; the same, divided by m
+        torch.testing.assert_close(getattr(mine, name), factor * getattr(other, name), rtol=0.2, atol=0)
+    (hidden,) = [group["lr"] for group in ours.param_groups(mine, 1.0) if group["lr"] != 1]
+    assert hidden == 0.25
+    assert {group["lr"] for group in theirs.MuAdamW(other.parameters(), lr=1.0).param_groups} == {1.0}

@@ -206,3 +206,15 @@ def test_torchs_default_is_recognized_from_few_values() -> None:
             nn.Sequential(nn.Linear(3, 32), nn.Linear(32, 1)), nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1))
         )
         assert [plan.roles[name].initial for name in ("0.weight", "0.bias", "1.weight", "1.bias")] == [1, 1, 2, 2]
+
+
+def test_torchs_default_is_recognized_where_its_size_is_near_that_of_transformers() -> None:
+    """0.02: within 1 / sqrt(768), the root mean square is 0.0208."""
+
+    def make(width: int) -> nn.Module:
+        return nn.Linear(width, 64 * width // 192)
+
+    torch.manual_seed(0)
+    base, readout = meta(make, 192), meta(nn.Linear, 192, 3)
+    assert {plan_for(make(768), base).roles["bias"].initial for _ in range(40)} == {2}
+    assert {plan_for(nn.Linear(768, 3), readout).roles["weight"].initial for _ in range(60)} == {2}

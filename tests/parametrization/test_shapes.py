@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,144 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from scalelong import mup
-from scalelong.parametrization.attach import OUTPUT, plan_of
+from scalelong.parametrization.attach import plan_of
 from tests.parametrization.networks import meta, mlp
-
-
-class Attention(nn.Module):
-    """Attention with layers of these names. fused: `scale` is ignored, as by timm's and U-ViT's calls of torch's kernel."""
-
-    def __init__(
-        self, width: int, names: tuple[str, ...], fused: bool = False, norm: bool = False, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.scale, self.fused, self.names = 2, (width // 2) ** -0.5, fused, names
-        for name in names:
-            self.add_module(name, nn.Linear(width, width * 3 // len(names), bias=not bias))
-        self.q_norm = nn.Identity() if norm else None
-        self.q_bias = nn.Parameter(torch.randn(width)) if bias else None
-        if len(names) == 1:
-            self.to_q = nn.Identity()  # as MONAI has it, which does not call it
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = torch.cat([self.get_submodule(name)(x) for name in self.names], dim=-1).chunk(3, dim=-1)
-        q = q if self.q_bias is None else q + self.q_bias
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-        q = q if self.q_norm is None else self.q_norm(q)
-        own = None if self.fused or len(self.names) > 1 else self.scale
-        return F.scaled_dot_product_attention(q, k, v, scale=own).transpose(1, 2).flatten(2)
-
-
-SEPARATE = [
-    ("to_q", "to_k", "to_v"),
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("wq", "wk", "wv"),
-    ("q", "k", "v"),
-]
-
-
-def plain_attention(model: Attention, x: torch.Tensor, scale: float) -> torch.Tensor:
-    parts = torch.cat([model.get_submodule(name)(x) for name in model.names], dim=-1).chunk(3, dim=-1)
-    q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("names", [*SEPARATE, ("qkv",), ("to_qkv",), ("c_attn",)])
-def test_heads_that_grow_are_scaled_by_1_over_d_whatever_the_layers_are_called(names: tuple[str, ...]) -> None:
-    """Also where attention is the model itself, which has no name."""
-    torch.manual_seed(0)
-    model, x = Attention(64, names), 3 * torch.randn(2, 5, 64)
-    mup.parametrize(model, meta(Attention, 16, names))
-    unscaled = copy.deepcopy(model)
-    for layer in unscaled.children():
-        layer._forward_hooks.clear()
-    expected = plain_attention(unscaled, x, scale=8**0.5 / 32)
-    torch.testing.assert_close(model(x), expected)
-    torch.testing.assert_close(mup.fold(model)(x), expected)
-    assert not torch.allclose(plain_attention(unscaled, x, scale=32**-0.5), expected)
-
-
-@pytest.mark.parametrize("names", [("qkv",), ("q_proj", "k_proj", "v_proj")])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_multiplier_behind_an_identity_is_folded_into_all_that_queries_come_from(names, bias: bool) -> None:
-    torch.manual_seed(0)
-    make = {"names": names, "fused": True, "norm": True, "bias": bias and len(names) == 1}
-    model, x = Attention(64, **make), 3 * torch.randn(2, 5, 64)
-    mup.parametrize(model, meta(Attention, 16, **make))
-    assert getattr(model.q_norm, OUTPUT) == pytest.approx(0.5)
-    expected = model(x)
-    torch.testing.assert_close(mup.fold(model)(x), expected)
-
-
-def refused(make, message: str) -> None:
-    """Of width 64 and base 16; nothing is changed."""
-    model = make(64)
-    before, attributes, state = copy.deepcopy(model.state_dict()), set(vars(model)), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"{message}.*; keep the head size and grow the number of heads"):
-        mup.parametrize(model, meta(make, 16))
-    assert set(vars(model)) == attributes
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_scale_that_the_forward_ignores_is_not_relied_on() -> None:
-    refused(lambda width: Attention(width, ("qkv",), fused=True), "heads of 32, of 8 at base width, and a fixed scale")
-
-
-def test_a_scale_that_the_forward_reads_is_found_at_every_width() -> None:
-    """Also where a softmax over logits of random weights would be saturated."""
-    for width in (32, 384, 1024):
-        assert plan_of(mup.parametrize(Attention(width, ("qkv",)), meta(Attention, 16, ("qkv",)))).scales
-
-
-def test_a_scale_that_is_a_tensor_or_not_1_over_sqrt_d_is_refused() -> None:
-    def learned(width: int) -> nn.Module:
-        model = Attention(width, ("qkv",))
-        del model.scale
-        model.scale = nn.Parameter(torch.ones(2, 1, 1))
-        return model
-
-    def unscaled(width: int) -> nn.Module:
-        model = Attention(width, ("q", "k", "v"))
-        model.scaling = 1.0  # as of T5, whose initial queries have 1 / sqrt(d) in them
-        return model
-
-    refused(learned, "Attention has heads of 32, of 8 at base width, and a fixed scale")
-    refused(unscaled, "and a scale of 1, which is not 1 / sqrt")
-
-
-def test_attention_whose_layers_are_not_recognized_is_refused_by_the_head_size_it_stores() -> None:
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.num_heads, self.head_dim = 2, width // 2  # of its attention
-            self.attention = Attention(width, ("query_key_value",))
-            self.attention.head_dim = width // 2
-
-    refused(Block, "attention has heads of 32, of 8 at base width, and a fixed scale")
-    block = Block(64)
-    block.attention = nn.MultiheadAttention(64, 8)
-    base = meta(Block, 16)
-    base.attention = meta(nn.MultiheadAttention, 16, 2)
-    mup.parametrize(block, base)  # the block's own numbers are those of its attention, which is recognized
-
-
-def test_layers_of_other_classes_are_recognized_by_their_names() -> None:
-    """As EDM's convolutions, whose attention has a fixed scale."""
-
-    class Linear(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3 * width, width))
-
-    def make(width: int) -> nn.Module:
-        model = Attention(width, ("qkv",))
-        model.qkv = Linear(width)
-        del model.scale
-        return model
-
-    refused(make, "heads of 32, of 8 at base width, and a fixed scale")
 
 
 @pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm])
@@ -190,6 +55,19 @@ def test_weights_that_are_normalized_in_the_forward_pass_are_refused() -> None:
     ):
         mup.parametrize(make(Standardized, 64), meta(make, Standardized, 16))
     assert mup.roles(mup.parametrize(make(Doubled, 64), meta(make, Doubled, 16)))["1.weight"].role == "hidden"
+
+
+def test_a_router_that_returns_indices_first_is_not_taken_for_a_normalized_layer() -> None:
+    class Router(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, width) / width**0.5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores, indices = F.linear(x, self.weight).softmax(-1).topk(2)
+            return indices, scores
+
+    assert mup.roles(mup.parametrize(Router(64), meta(Router, 16)))["weight"].role == "output"
 
 
 def test_lazy_modules_are_refused() -> None:
@@ -275,3 +153,93 @@ def test_measured_sizes_overrule_a_law_that_fits_by_chance() -> None:
 
     torch.manual_seed(0)
     assert mup.roles(mup.parametrize(make(256), make(64)))["1.weight"].initial == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("base", [16, 256])
+def test_a_depthwise_transposed_convolution_is_not_a_readout(base: int) -> None:
+    """Its first dimension is both fan-out and number of groups; with a fixed number of groups it is a readout."""
+
+    def make(width: int, groups: int = 0) -> nn.Module:
+        layers = [nn.Conv2d(3, width, 1), nn.ConvTranspose2d(width, groups or width, 2, 2, groups=groups or width)]
+        return nn.Sequential(*layers)
+
+    found = mup.roles(mup.parametrize(make(64), meta(make, base)))["1.weight"]
+    assert (found.role, found.multiplier, found.lr) == ("input", 1, 1)
+    found = mup.roles(mup.parametrize(make(64, 2), meta(make, base, 2)))["1.weight"]
+    assert (found.role, found.multiplier) == ("output", base / 64)
+
+
+def test_embeddings_and_scales_of_other_names_are_not_readouts() -> None:
+    class Tokens(nn.Embedding):
+        pass
+
+    class Gain(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((1, width, 1), 0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.mT * self.weight).mT
+
+    model = mup.parametrize(nn.Sequential(Tokens(5, 64), Gain(64)), nn.Sequential(Tokens(5, 16), Gain(16)))
+    assert {role.role for role in mup.roles(model).values()} == {"input"}
+    torch.testing.assert_close(model(torch.tensor([[2, 4]])), model[0].weight[[2, 4]][None] / 2)
+
+
+class Recurrent(nn.Module):
+    """The fan-in of an LSTM, its projection, or the keys of attention grows; what it gives is of fixed size."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(3, width), kind
+        if kind == "attention":
+            self.query, self.last = (
+                nn.Linear(3, 8),
+                nn.MultiheadAttention(8, 2, kdim=width, vdim=width, batch_first=True),
+            )
+        else:
+            self.last = nn.LSTM(width, 8, batch_first=True) if kind == "input" else nn.LSTM(3, width, proj_size=8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        if self.kind == "attention":
+            return self.last(self.query(x), hidden, hidden)[0]
+        return self.last(hidden if self.kind == "input" else x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.parametrize(
+    "kind, name", [("input", "weight_ih_l0"), ("projection", "weight_hr_l0"), ("attention", "v_proj_weight")]
+)
+def test_readouts_without_a_layer_get_their_multiplier_as_initial_size_and_rate(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    model, base = Recurrent(256, kind), Recurrent(64, kind)
+    mup.parametrize(model, base)
+    found = mup.roles(model)[f"last.{name}"]
+    assert (found.role, found.multiplier, found.lr, found.decay) == ("output", 1, 0.25, 4)
+    sizes = [float(getattr(each.last, name).detach().std()) for each in (model, base)]
+    assert sizes[0] / sizes[1] == pytest.approx(0.25, rel=0.1)
+    make, x = partial(Recurrent, kind=kind), torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    check = mup.coordinate_check(make, (48, 96, 192, 288), example=x)
+    assert check.flat, str(check)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (0, 1, 0), (0, 1, 1)])
+def test_a_bilinear_layer_with_a_second_input_that_grows_is_refused(sizes: tuple[int, ...]) -> None:
+    def make(width: int) -> nn.Module:
+        return nn.Bilinear(*(width if grows else 3 for grows in sizes))
+
+    with pytest.raises(ValueError, match=r"model: weight is \(.*\) at base width: .* keep the other dimensions fixed"):
+        mup.parametrize(make(64), make(16))
+
+
+def test_complex_initial_sizes_are_measured() -> None:
+    class Spectral(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.modes = nn.Parameter(torch.randn(width, width, 3, dtype=torch.cfloat) / width)
+
+    torch.manual_seed(0)
+    model = Spectral(128)
+    found = mup.roles(mup.parametrize(model, Spectral(32)))["modes"]
+    assert found.initial == pytest.approx(2, rel=0.05)  # a quarter where it should be a half

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -25,22 +26,26 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     known: dict[str, int] = {}
     others: dict[str, int] = {}
     for name, module in model.named_modules():
-        heads = next((found for key in HEADS if isinstance(found := vars(module).get(key), int)), 0)
-        size = next((found for key in HEAD_SIZES if isinstance(found := vars(module).get(key), int)), 0)
+        heads, size = _stored(module, HEADS), _stored(module, HEAD_SIZES)
         queries = next((layer for key in QUERIES if (layer := _layer(module, key))), None)
         fused = fused_layer(module)
         if isinstance(module, nn.MultiheadAttention):
             known[name] = module.head_dim
-        elif heads and queries is not None:
-            known[name] = queries.weight.shape[0] // heads
-        elif heads and fused is not None:
+        elif queries is not None and (heads or size):  # transformers' Llama stores the head size only
+            known[name] = queries.weight.shape[0] // heads if heads else size
+        elif fused is not None and (heads or size):
             known[name] = size or fused.weight.shape[0] // (3 * heads)
-        elif heads and size:
+        elif size and (heads or "attention" in type(module).__name__.lower()):
             others[name] = size
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
         if name in known or not any(inside):  # else it is a block, whose attention is inside
             yield name, model.get_submodule(name), size
+
+
+def _stored(module: nn.Module, names: tuple[str, ...]) -> int:
+    """The first attribute of these names that is a number, or 0."""
+    return next((found for name in names if isinstance(found := vars(module).get(name), int)), 0)
 
 
 def _layer(module: nn.Module, name: str) -> Any:
@@ -73,11 +78,15 @@ def query_weights(attention: nn.Module) -> list[Tensor]:
 
 
 def uses_scale(attention: nn.Module) -> bool:
-    """Whether fused attention reads its attribute `scale`."""
+    """Whether fused attention with as many keys as queries reads its attribute `scale`, which is 1 / sqrt(d)."""
     layer, scale = fused_layer(attention), getattr(attention, "scale", "none")
     if layer is None or not isinstance(scale, float | None) or getattr(attention, "fused_attn", False):  # of timm
         return False
-    usual = layer.weight.shape[0] ** -0.5
+    heads, rows = _stored(attention, HEADS), layer.weight.shape[0]
+    size = _stored(attention, HEAD_SIZES) or rows // (3 * heads)
+    if (heads and 3 * heads * size != rows) or (scale and not math.isclose(scale, size**-0.5, rel_tol=1e-3)):
+        return False
+    usual = rows**-0.5
     changes = [lambda twin: setattr(twin, "scale", usual), lambda twin: setattr(twin, "scale", usual / 2)]
     outputs = _tried(attention, layer.weight, *changes)
     return len(outputs) < 2 or not torch.equal(outputs[0], outputs[1])
@@ -105,5 +114,6 @@ def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object])
         x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
         for change in changes:
             change(twin)
-            outputs.append(next(tensors_in(twin.forward(x))))  # without the hooks of a scaling
+            tensors = tensors_in(twin.forward(x))  # without the hooks of a scaling
+            outputs.append(next(each for each in tensors if each.is_floating_point()))  # not the indices of a router
     return outputs

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
@@ -151,10 +152,9 @@ def stamp_of(roles: Mapping[str, TensorRole], heads: Mapping[str, int]) -> tuple
 
 def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> TensorRole:
     infinite = [at for at, (here, there) in enumerate(zip(shape, base, strict=True)) if here != there]
-    if len(infinite) > 2:
-        raise ValueError(
-            f"model: {name} has {len(infinite)} infinite dimensions, {base} -> {shape}; muP knows up to two"
-        )
+    if len(infinite) > 2 or (isinstance(module, nn.Bilinear) and 2 in infinite):
+        known = "muP has rules for a fan-in and a fan-out that grow; keep the other dimensions fixed"
+        raise ValueError(f"model: {name} is {shape}, {base} at base width: {known}")
     if not infinite:
         return TensorRole("finite", base)
     linear = isinstance(module, nn.Linear | _ConvNd)
@@ -163,7 +163,10 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
         raise ValueError(f"model: {computed}; build model and base without it")
     if len(shape) == 1:
         return TensorRole("vector", base)
-    elementwise = isinstance(module, nn.LayerNorm | nn.RMSNorm) or "embed" in type(module).__name__.lower()
+    if isinstance(module, _ConvTransposeNd) and infinite == [0] and _groups_grow(module, base[0]):
+        return TensorRole("input", base)
+    elementwise = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Embedding | nn.EmbeddingBag)
+    elementwise |= "embed" in type(module).__name__.lower() or (len(shape) > 2 and math.prod(shape) == max(shape))
     layer = own == "weight" and (linear or not elementwise)
     fan_in = (0 if isinstance(module, _ConvTransposeNd) else 1) if layer else infinite[-1]
     ratio = shape[fan_in] / base[fan_in]
@@ -171,7 +174,17 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
         return TensorRole("hidden", base, initial=ratio**-0.5, lr=1 / ratio)
     if layer and infinite == [fan_in]:
         return TensorRole("output", base, multiplier=1 / ratio)
+    if isinstance(module, _RAW_MATRICES) and "weight" in own and infinite == [1]:
+        return TensorRole("output", base, initial=1 / ratio, lr=1 / ratio)  # no layer to multiply; equal under Adam
     return TensorRole("input", base)
+
+
+_RAW_MATRICES = nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention  # their weights have no layers of their own
+
+
+def _groups_grow(layer: _ConvTransposeNd, base_channels: int) -> bool:
+    """Whether the number of groups grows with the channels, as in depthwise convolutions: then the fan-in is finite."""
+    return layer.groups > 1 and (layer.groups == layer.in_channels or base_channels % layer.groups != 0)
 
 
 def _law(
@@ -182,16 +195,20 @@ def _law(
     weight = module._parameters.get("weight") if own == "bias" else values
     if not size or weight is None:
         return 1.0
-    found, count, base = values.detach().double(), values.numel(), shapes[names[id(values)]]
+    found, base = _real(values).double(), shapes[names[id(values)]]
+    count = found.numel()
     if count > 1 and float(found.std(correction=0)) < 1e-3 * size:  # ones
         return 1.0
     measured = sizes.get(names[id(values)], 0.0) / size if tuple(values.shape) != base else 0.0
     noise = 3 / math.sqrt(count) + 0.005
     of_both = noise + 3 / math.sqrt(math.prod(base)) + 0.005
     largest = float(found.abs().max())
-    if abs(size / 0.02 - 1) < noise and largest > 1.01 * math.sqrt(3) * size and abs((measured or 1) - 1) < of_both:
-        return 1.0  # normal with 0.02, as in transformers: constant, also where a law gives nearly the same
+    normal = (
+        abs(size / 0.02 - 1) < noise and largest > 1.01 * math.sqrt(3) * size and abs((measured or 1) - 1) < of_both
+    )
     for here, there, uniform in _laws(own, tuple(weight.shape), shapes[names[id(weight)]]):
+        if normal and not uniform:
+            return 1.0  # normal with 0.02, as in transformers: constant, also where a law gives nearly the same
         within = largest <= 1.01 * math.sqrt(3) * here  # the bound of a uniform law
         agrees = not measured or abs(measured * here / there - 1) < of_both
         if abs(size / here - 1) < noise and (within or not uniform) and agrees:
@@ -201,9 +218,14 @@ def _law(
 
 def root_mean_square(values: Tensor) -> float:
     """0 where there are no values: on the meta device, or integers."""
-    if values.is_meta or not values.is_floating_point() or not values.numel():
+    if values.is_meta or not (values.is_floating_point() or values.is_complex()) or not values.numel():
         return 0.0
-    return float(values.detach().double().pow(2).mean().sqrt())
+    return float(_real(values).double().pow(2).mean().sqrt())
+
+
+def _real(values: Tensor) -> Tensor:
+    """Complex values as pairs of real ones."""
+    return torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
 
 
 def _laws(own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> Iterator[tuple[float, float, bool]]:
