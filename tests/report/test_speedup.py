@@ -64,7 +64,8 @@ def test_seeds_make_a_band_and_late_ones_are_counted() -> None:
     both = found.at(3.0)
     assert (both.n, both.mean) == (2, pytest.approx((20 / 15 + 20 / 30) / 2))
     assert found.at(1.0).n == 1
-    assert "is not reached by 1 of 2 seeds" in describe("cs", "none", "loss", found)
+    text = describe("cs", "none", "loss", found)
+    assert "is not reached by 1 of 2 seeds" in text and "by seed never and to the end" in text
     assert found.lead.within_noise and "not significant in a paired t-test" in describe("cs", "none", "loss", found)
     assert table([("cs", found)], "none")[1][-1] == "1.33× (1 of 2 seeds)"
     assert found.qualities[-1] == pytest.approx(2.5)  # the best that every run reaches

@@ -143,15 +143,16 @@ def describe(label: str, baseline: str, what: str, found: SpeedUp) -> str:
     lead, seeds = found.lead, len(found.pairs)
     end, spread = f"step {count(lead.last)}", ""
     if seeds > 1 and len({round(step) for step in lead.per_seed}) > 1:
-        spread = f" (seeds: {joined([count(step) if step < lead.last else 'at the end' for step in lead.per_seed])})"
+        until = {0.0: "never", lead.last: "to the end"}
+        spread = f", by seed {joined([until.get(step, f'until step {count(step)}') for step in lead.per_seed])}"
     unclear = ", not significant in a paired t-test" if lead.within_noise else ""
     gap = f"{percent(1 + lead.gap.mean, 1)} at {end}{unclear}"
     if lead.behind_until == 0:
-        text = f"never behind {baseline} ({gap}){spread}"
+        text = f"never behind {baseline} on average{spread} ({gap})" if spread else f"never behind {baseline} ({gap})"
     elif lead.ahead_at_end:
-        text = f"behind {baseline} until step {count(lead.behind_until)}, then ahead ({gap}){spread}"
+        text = f"behind {baseline} until step {count(lead.behind_until)}{spread}, then ahead ({gap})"
     else:
-        text = f"behind {baseline} at the end ({gap}){spread}"
+        text = f"behind {baseline} at the end{spread} ({gap})"
     reached = sum(math.isfinite(mine.arrival(min(theirs.values))) for mine, theirs in found.pairs)
     goal = f"the best {what} of {baseline} ({number(found.final)})"
     if reached < seeds:
