@@ -41,6 +41,13 @@ def test_seeds_are_plotted_as_mean_and_band(tmp_path: Path) -> None:
     assert made["quality-0-steps"].series[0]["y"] == [8.0, 5.0]
 
 
+def test_the_band_over_seeds_stays_positive(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, losses=[1.0, 1.0])
+    write_run(tmp_path / "b", seed=1, losses=[9.0, 1.0])
+    (series,) = charts(tmp_path)["loss-steps"].series
+    assert series["low"] == pytest.approx([1.0, 1.0])  # 5 - sd is below 0
+
+
 def test_quality_of_different_data_is_not_plotted(tmp_path: Path) -> None:
     write_run(tmp_path / "a", evaluations=[(20, 4.0)])
     write_run(tmp_path / "b", data_name="emoji32", evaluations=[(20, 4.0)])

@@ -185,15 +185,16 @@ def _thinned_column(run: Run, column: Column, limit: int, timed: bool) -> tuple[
 
 def _mean_curve(index: int, runs: Sequence[tuple[Run, Column]], limit: int, timed: bool) -> Series:
     """Mean and sd over runs at the steps of the first run that all of them cover."""
-    low, high = max(steps[0] for _, (steps, _) in runs), min(steps[-1] for _, (steps, _) in runs)
-    grid = [step for step in runs[0][1][0] if low <= step <= high]
+    first, last = max(steps[0] for _, (steps, _) in runs), min(steps[-1] for _, (steps, _) in runs)
+    grid = [step for step in runs[0][1][0] if first <= step <= last]
     if not grid:
         return _points(index, [], [])
     grid = [grid[i] for i in np.unique(np.linspace(0, len(grid) - 1, min(limit, len(grid))).round().astype(int))]
     values = np.array([np.interp(grid, *column) for _, column in runs])
     mean, sd = values.mean(axis=0), values.std(axis=0, ddof=1)
+    low = np.where(mean > sd, mean - sd, values.min(axis=0))  # norms and losses are positive, and axes logarithmic
     xs = np.mean([run.seconds_at(grid) for run, _ in runs], axis=0) if timed else np.array(grid)
-    return {**_points(index, xs, mean), "low": _rounded(mean - sd), "high": _rounded(mean + sd)}
+    return {**_points(index, xs, mean), "low": _rounded(low), "high": _rounded(mean + sd)}
 
 
 def _by_block(index: int, group: Group, blocks: Sequence[str], what: str, upto: int) -> Series:
