@@ -37,7 +37,7 @@ PAPER = (  # item, claim, and a result folder (without its scale), a column of t
     ("Fig. 12", "Fig. 1 holds for every seed", "fig12-seeds"),
     ("Fig. 13", "kappa above 1 hurts", "fig13-amplify"),
     ("Table 1", "lower FID with CS and LS in every setting", "study: fid"),
-    ("Table 2", "LS is robust to its design, and better than one learnable kappa per skip", "table2-ls-design"),
+    ("Table 2", "LS is robust to its design, and better than one learnable kappa per skip", f"{QUEUED} (e)"),
     ("Table 3", "scaling block outputs instead (ReZero, stable-tau) is worse", "table3-block-outputs"),
     ("Table 4", "the direction of CS matters", "table4-direction"),
     (

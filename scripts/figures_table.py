@@ -32,7 +32,6 @@ FIGURES = (
     "fig11-block-norms",
     "fig12-seeds",
     "fig13-amplify",
-    "table2-ls-design",
     "table3-block-outputs",
     "table4-direction",
 )
