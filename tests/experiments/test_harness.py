@@ -111,24 +111,28 @@ def test_a_shorter_run_has_a_shorter_warm_up() -> None:
 @pytest.mark.slow
 def test_an_experiment_is_trained_once_and_measured(runs, tmp_path, capsys) -> None:
     """Runs of another experiment that are the same are not trained again; a dry run tells them apart."""
-    where = ["--steps", "30", "--seeds", "0", "1", "--runs", str(runs), "--set", *TINY, "--out"]
-    assert harness.main(["table4-direction", *where, str(tmp_path / "table4"), "--jobs", "2"]) == 0
-    with (tmp_path / "table4" / "runs.csv").open() as file:
+    given, seeds = ["--steps", "30", "--runs", str(runs), "--set", *TINY], ["--seeds", "0", "1"]
+    fig12 = ["fig12-seeds", *given, *seeds, "--out"]
+    assert harness.main([*fig12, str(tmp_path / "fig12"), "--jobs", "2"]) == 0
+    with (tmp_path / "fig12" / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["run"], row["seed"]) for row in rows] == [(r, s) for r in ("cs_reversed 0.5", "cs 0.5") for s in "01"]
-    assert all(float(row["loss_on_fixed_noise"]) > 0 for row in rows)
-    summary = json.loads((tmp_path / "table4" / "summary.json").read_text())
-    assert summary["command"].startswith("python experiments/run.py table4-direction --steps 30 --seeds 0 1 --set")
+    assert [(row["run"], row["seed"]) for row in rows] == [
+        (r, s) for r in ("none", "rsqrt2", "cs 0.5", "ls") for s in "01"
+    ]
+    assert all(float(row["final_loss"]) > 0 for row in rows)
+    summary = json.loads((tmp_path / "fig12" / "summary.json").read_text())
+    assert summary["command"].startswith("python experiments/run.py fig12-seeds --steps 30 --set")
     assert [claim["agrees"] in (True, False) for claim in summary["claims"]] == [True, True]
-    assert (tmp_path / "table4" / "table4-direction.png").is_file()
+    assert (tmp_path / "fig12" / "fig12-seeds.png").is_file()
     events = {path: path.stat().st_mtime_ns for path in runs.glob("*/metrics.jsonl")}
     capsys.readouterr()
-    assert harness.main(["fig12-seeds", *where, str(tmp_path / "fig12"), "--dry-run"]) == 0
+    where = ["--seeds", "0", "1", "2", "--out", str(tmp_path / "fig01"), "--dry-run"]
+    assert harness.main(["fig01-oscillation", *given, *where]) == 0
     said = capsys.readouterr().out
-    assert "cs 0.5, seed 1: complete" in said and "about" in said and said.count("missing") == 6
-    assert harness.main(["table4-direction", *where, str(tmp_path / "again")]) == 0
+    assert "cs 0.5, seed 1: complete" in said and "about" in said and said.count("missing") == 4
+    assert harness.main([*fig12, str(tmp_path / "again")]) == 0
     assert {path: path.stat().st_mtime_ns for path in events} == events
-    assert (tmp_path / "again" / "runs.csv").read_text() == (tmp_path / "table4" / "runs.csv").read_text()
+    assert (tmp_path / "again" / "runs.csv").read_text() == (tmp_path / "fig12" / "runs.csv").read_text()
 
 
 @pytest.mark.slow
@@ -136,9 +140,9 @@ def test_a_run_that_fails_ends_the_experiment_and_leaves_the_old_results(tmp_pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "summary.json").write_text("{}")
     where = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--set", "data.name=folder:nowhere"]
-    assert harness.main(["table4-direction", *where]) == 1
+    assert harness.main(["fig12-seeds", *where]) == 1
     assert "stopped; after mending it" in capsys.readouterr().err
-    assert len(list(tmp_path.glob("runs/*.yaml"))) < 4, "the others were not started"
+    assert len(list(tmp_path.glob("runs/*.yaml"))) < 12, "the others were not started"
     assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["{}"]
 
 
@@ -157,7 +161,15 @@ def test_distances_and_samples_come_from_the_commands(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["fig03-distributions", "fig07-learned-kappa", "fig11-block-norms", "auto-kappa", "learning-rates"]
+    "name",
+    [
+        "fig03-distributions",
+        "fig07-learned-kappa",
+        "fig11-block-norms",
+        "fig13-amplify",
+        "auto-kappa",
+        "learning-rates",
+    ],
 )
 def test_own_measurements_run_in_a_tiny_form(name: str, runs: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(load("learning-rates").measure, "RUNS", runs)
@@ -167,6 +179,7 @@ def test_own_measurements_run_in_a_tiny_form(name: str, runs: Path, tmp_path: Pa
         "fig03-distributions": ["--steps", "30", "--set", *TINY, "options.data=[digits]"],
         "fig07-learned-kappa": ["--steps", "30", "--set", *TINY],
         "fig11-block-norms": ["--set", "options.steps=12"],
+        "fig13-amplify": ["--steps", "30", "--set", "model.dim=16", "model.depth=4"],
         "auto-kappa": ["--steps", "120", "--set", "model.dim=16"],
     }[name]
     where = ["--runs", str(runs), "--out", str(tmp_path / "out"), "--seeds", "0"]
