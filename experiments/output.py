@@ -130,9 +130,11 @@ def draw(
         colour = PALETTE[at % len(PALETTE)][0]
         for seed, (each, base) in enumerate(zip(own, runs[first], strict=True)):
             style = {"color": colour, "linewidth": 1.2, "alpha": 1.0 if seed == 0 else 0.35}
-            steps, losses = each.column("train", "loss")
-            apart = [a - b for a, b in zip(losses, base.column("train", "loss")[1], strict=True)]
-            loss.plot(steps, running_mean(steps, apart, window=max(1, steps[-1] // 8)), **style)
+            other = dict(zip(*base.column("train", "loss"), strict=True))
+            own_losses = zip(*each.column("train", "loss"), strict=True)
+            apart = {step: value - other[step] for step, value in own_losses if step in other}
+            steps = list(apart)  # a run that was interrupted has more records
+            loss.plot(steps, running_mean(steps, list(apart.values()), window=max(1, steps[-1] // 8)), **style)
             norm.plot(*each.column("probe", f"norm/{each.middle_block}"), label=name if seed == 0 else None, **style)
         for group, measure in enumerate(measures):
             found = by_run(rows, measure)

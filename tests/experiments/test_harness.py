@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import output
 import pytest
 import run as harness
 import settings
@@ -15,7 +16,9 @@ from settings import EXPERIMENTS, Experiment, load, names, run_key, scales
 
 from scalelong.data import load_source
 from scalelong.errors import SettingError
+from scalelong.runs.reader import read_run
 from scalelong.training import read_events, train
+from tests.report.runs import write_run
 
 TINY = ("model.dim=16", "model.depth=4", "model.heads=2", "model.patch_size=4", "training.batch_size=4")
 RUNS = "runs: {a: {}}\nmeasures: [test_loss]\n"
@@ -208,6 +211,19 @@ def test_coefficients_are_warmed_up() -> None:
         config, source, [stack.Member(0.5, 0, warm_steps=9), stack.Member(1.0, 0)], probe_every=1
     ).losses[0]
     assert warmed == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_a_run_that_was_interrupted_is_drawn_at_the_common_steps(tmp_path) -> None:
+    folders = [
+        write_run(tmp_path / name, losses=losses, norms=[1.0]) for name, losses in (("a", [2, 1]), ("b", [2, 1]))
+    ]
+    record = json.dumps({"step": 13, "kind": "train", "loss": 1.5, "seconds": 1.3})
+    lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
+    (folders[1] / "metrics.jsonl").write_text("\n".join([*lines[:2], record, *lines[2:]]) + "\n")
+    runs = {folder.name: [read_run(folder)] for folder in folders}
+    rows = [{"run": name, "seed": 0, "final_loss": 1.0} for name in runs]
+    output.draw(runs, rows, ["final_loss"], tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").is_file()
 
 
 def test_claims_are_judged_by_seed_or_on_average_and_one_seed_decides_nothing() -> None:
