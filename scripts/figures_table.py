@@ -55,7 +55,7 @@ MEASURED = {
         "± (seen)": "± ",
         "five (seen)": "top-5, second judge",
     },
-    "features-cifar": {
+    "features-cpu": {
         "run": "run",
         "test_loss": "test loss",
         "test_loss minus none": "minus none",
