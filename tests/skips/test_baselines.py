@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 import scalelong
@@ -25,6 +27,8 @@ METHODS: list[tuple[str, dict[str, Any], Family]] = [
     ("freeu", {"s2": 0.4, "b1": 1.3}, UNET),
     ("rezero", {}, UVIT),
     ("stable_tau", {"tau": 0.3}, UVIT),
+    ("rezero", {}, UNET),
+    ("stable_tau", {"tau": 0.3}, SD15),
 ]
 every_method = pytest.mark.parametrize(
     ("method", "options", "family"), METHODS, ids=[f"{m}-{f.name}" for m, _, f in METHODS]
@@ -174,6 +178,38 @@ def test_block_outputs_are_scaled_as_in_a_block_written_by_hand(
     assert scalelong.verify(model, example=inputs).checks
 
 
+RESIDUAL = ("ResnetBlock2D", "Transformer2DModel", "Attention", "HunyuanDiTBlock")
+
+
+@pytest.mark.parametrize(
+    "name", ["UNet2DModel", "UNet2DModel NCSN++", "UNet2DConditionModel SD-1.5", "HunyuanDiT2DModel"]
+)
+def test_rezero_and_stable_tau_scale_what_each_block_of_a_diffusers_model_adds_to_its_input(name: str) -> None:
+    family = BY_NAME[name]
+    plain, zero, scaled = (build(family) for _ in range(3))
+    scalelong.apply(zero, "rezero")  # alpha is 0 at the start
+    scalelong.apply(scaled, "stable_tau", tau=0.3)
+    calls: dict[str, tuple[Any, Any]] = {}
+
+    def keep(block: str, _module: nn.Module, args: Any, kwargs: Any, _output: Any) -> None:
+        calls[block] = (args, kwargs)
+
+    for block, module in plain.named_modules():
+        if type(module).__name__ in RESIDUAL and getattr(module, "residual_connection", True):
+            module.register_forward_hook(partial(keep, block), with_kwargs=True)
+    output(plain, family.inputs())
+    assert len(calls) == len(zero.scalelong.alpha) > 0
+    for block, (args, kwargs) in calls.items():
+        results = [model.get_submodule(block)(*args, **kwargs) for model in (plain, zero, scaled)]
+        whole, shortcut, found = (result[0] if isinstance(result, tuple) else result for result in results)
+        module = plain.get_submodule(block)
+        if not isinstance(module, ResnetBlock2D) and getattr(module, "skip_linear", None) is None:
+            given = args[0] if args else kwargs["hidden_states"]
+            torch.testing.assert_close(shortcut * getattr(module, "rescale_output_factor", 1), given)
+        if name != "HunyuanDiT2DModel":  # whose blocks have three branches in a row
+            torch.testing.assert_close(found, shortcut + 0.3 * (whole - shortcut), rtol=1e-4, atol=1e-5)
+
+
 def test_rezero_learns() -> None:
     model = build(UVIT)
     scalelong.apply(model, "rezero")
@@ -212,11 +248,7 @@ def test_mp_cat_reaches_every_module_that_receives_the_concatenation() -> None:
     [
         ("MatrixUNet", "mp_cat", "is for skips that are concatenated with one other tensor"),
         ("UViT", "freeu", "'freeu' filters images"),
-        (
-            "UNet2DModel",
-            "rezero",
-            r"only for scalelong\.UViT, got UNet2DModel",
-        ),
+        ("UNet1DModel", "rezero", r"residual blocks of this UNet1DModel are not known; use one of .*scalelong\.UViT"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(family: str, method: str, message: str) -> None:

@@ -6,8 +6,8 @@ first, so these functions yield skips in that order; `known_skips` numbers them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ class Family:
     skips: Callable[[Any], Iterator[Found]]  # innermost first
     example: Callable[[Any, _Random], Inputs] | None = None
     stages: tuple[str, ...] = ("down_blocks", "mid_block", "up_blocks")  # encoder, middle, decoder
-    branches: tuple[str, ...] = ()  # modules of each stage whose outputs are added to the residual stream
+    residuals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # block class: modules whose outputs it adds
 
 
 def known_family(model: nn.Module) -> Family | None:
@@ -103,11 +103,20 @@ def has_known_stages(model: nn.Module) -> bool:
 
 
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
-    """For each block, the modules whose outputs are added to the residual stream; raises if unknown."""
+    """For each residual block, outermost ones only, the modules whose outputs it adds to its input; raises if unknown."""
     family = known_family(model)
-    if family is None or not family.branches:
-        raise ValueError(f"scaling.method: this method is only for scalelong.UViT, got {type(model).__name__}")
-    return [tuple(f"{block}.{branch}" for branch in family.branches) for block in stages(model)]
+    if family is None or not family.residuals:
+        known = ", ".join(name for name in known_families() if FAMILIES[name].residuals)
+        name = type(model).__name__
+        raise ValueError(f"scaling.method: the residual blocks of this {name} are not known; use one of {known}")
+    blocks: dict[str, tuple[str, ...]] = {}
+    for stage in stages(model):
+        for name, module in model.get_submodule(stage).named_modules(prefix=stage):
+            inside = any(name.startswith(f"{block}.") for block in blocks)
+            branches = family.residuals.get(type(module).__name__, ())
+            if branches and not inside and getattr(module, "residual_connection", True):  # False: only attention
+                blocks[name] = tuple(f"{name}.{branch}" for branch in branches)
+    return list(blocks.values())
 
 
 TUPLE = Argument(1, "res_hidden_states_tuple")
@@ -305,9 +314,17 @@ def _uvit_inputs(model: Any, random: _Random) -> Inputs:
 _GUIDED_DIFFUSION = ("input_blocks", "middle_block", "output_blocks")  # stages of many models that are not in the table
 _TRANSFORMER = ("transformer_in_blocks", "transformer_mid_block", "transformer_out_blocks")
 
+_UNET_BLOCKS = {
+    **dict.fromkeys(("ResnetBlock2D", "ResnetBlockCondNorm2D"), ("conv2",)),
+    "Attention": ("to_out.0",),
+    "Transformer2DModel": ("proj_out",),
+}
+_DIT_BLOCKS = {"HunyuanDiTBlock": ("attn1", "attn2", "ff")}
+_UVIT_BLOCKS = {"Block": ("attn", "mlp")}
+
 FAMILIES: dict[str, Family] = {
-    "diffusers.UNet2DModel": Family(_unet, _unet2d_inputs),
-    "diffusers.UNet2DConditionModel": Family(_unet, _unet2d_condition_inputs),
+    "diffusers.UNet2DModel": Family(_unet, _unet2d_inputs, residuals=_UNET_BLOCKS),
+    "diffusers.UNet2DConditionModel": Family(_unet, _unet2d_condition_inputs, residuals=_UNET_BLOCKS),
     "diffusers.UNet3DConditionModel": Family(_unet),
     "diffusers.UNetSpatioTemporalConditionModel": Family(_unet),
     "diffusers.UNetMotionModel": Family(_unet),
@@ -315,13 +332,13 @@ FAMILIES: dict[str, Family] = {
     "diffusers.UNet1DModel": Family(_unet_1d, _unet1d_inputs),
     "diffusers.Kandinsky3UNet": Family(_kandinsky3),
     "diffusers.StableCascadeUNet": Family(_stable_cascade),
-    "diffusers.HunyuanDiT2DModel": Family(_hunyuan_dit, stages=("blocks",)),
+    "diffusers.HunyuanDiT2DModel": Family(_hunyuan_dit, stages=("blocks",), residuals=_DIT_BLOCKS),
     "diffusers.UTransformer2DModel": Family(_u_transformer, _u_transformer_inputs, _TRANSFORMER),
     "diffusers.UniDiffuserModel": Family(_unidiffuser, stages=tuple(f"transformer.{name}" for name in _TRANSFORMER)),
     "monai.DiffusionModelUNet": Family(
         partial(_unet, argument=LIST), stages=("down_blocks", "middle_block", "up_blocks")
     ),
     "f5_tts.UNetT": Family(_f5_unet_t, stages=("layers",)),
-    "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), ("attn", "mlp")),
+    "scalelong.UViT": Family(_uvit, _uvit_inputs, ("in_blocks", "mid_block", "out_blocks"), _UVIT_BLOCKS),
     "scalelong.MatrixUNet": Family(_matrix_unet, stages=("a", "middle", "b")),
 }

@@ -110,7 +110,8 @@ def _compare(expected: Tensor, folded: Tensor, skip: LongSkip, kappa: float, tol
         "shortcut": "the GroupNorm in between cancels kappa up to its eps",
         "partial": "the GroupNorm in between has groups of both hidden and skip channels",
     }
-    cause = causes.get(skip.reach, "the layers in between are not linear in kappa, or compute their weights, as with weight_norm")
+    nonlinear = "the layers in between are not linear in kappa, or compute their weights, as with weight_norm"
+    cause = causes.get(skip.reach, nonlinear)
     exact = skip.reach in causes and not skip.after_norm  # with the other placement, which is another network
     remedy = "train with placement='after_norm', which folds exactly, " if exact else ""
     deviates = f"kappa {kappa:.4g} would deviate by {deviation:.1e}, more than tolerance={tolerance:.1e}: {cause}"
