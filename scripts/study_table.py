@@ -287,6 +287,7 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
             "no scaling",
             f"collapsed runs: {'; '.join(collapsed())} (3 seeds, 4 rates; [learning rates](#learning-rates))",
         ),
+        block_outputs(),
         (
             "300,000 steps or more; width 256 with depth 20 or more or batch 32",
             "try both",
@@ -311,6 +312,29 @@ def collapsed() -> list[str]:
     found = [claim for claim in claims if claim["measured"].startswith("collapsed: ")]
     depths = [re.search(r"\((.*?)\)", claim["paper"])[1] for claim in found]  # type: ignore[index]
     return [f"{d}: {claim['measured'].removeprefix('collapsed: ')}" for d, claim in zip(depths, found, strict=True)]
+
+
+def block_outputs() -> tuple[str, str, str]:
+    """Methods that scale the outputs of blocks, each at its best rate, against the unscaled network at its own."""
+    folder = RESULTS / "block-outputs-cifar"
+    losses: dict[str, dict[str, list[float]]] = {}
+    with (folder / "runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            losses.setdefault(row["method"], {}).setdefault(row["lr"], []).append(float(row["test_loss"]))
+    best = {method: min(of_rates.items(), key=lambda item: fmean(item[1])) for method, of_rates in losses.items()}
+    base_rate, base = best.pop("none")
+    said = [
+        f"{method} {100 * (fmean(own) / fmean(base) - 1):+.1f}% at {rate}, lower in "
+        f"{sum(a < b for a, b in zip(own, base, strict=True))} of {len(own)} seeds"
+        for method, (rate, own) in best.items()
+    ]
+    lower = [f"`{m.split()[0]}`" for m, (_, own) in best.items() if all(a < b for a, b in zip(own, base, strict=True))]
+    return (
+        "small U-ViT (width 64), batch 32, 4,000 steps",
+        " or ".join(lower) or "no scaling",
+        f"test loss at the best of three rates against unscaled at {base_rate}: {'; '.join(said)} "
+        "([scaling block outputs](figures.md#table-3-scaling-the-outputs-of-blocks)); larger networks are queued",
+    )
 
 
 def other_settings() -> list[tuple[str, str, str]]:
