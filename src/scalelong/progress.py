@@ -55,7 +55,7 @@ class Progress(Bar):
 
     def _print(self) -> None:
         self._last, self._printed = time.monotonic(), self.n
-        _write(f"{self}\n")
+        write_stderr(f"{self}\n")
 
 
 def _on_terminal() -> bool:
@@ -68,11 +68,11 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):
-            _write(f"{self.format(record)}\n")  # one write: lines of ranks stay apart
+            write_stderr(f"{self.format(record)}\n")
 
 
-def _write(text: str) -> None:
-    """Write to stderr; ignore a closed pipe."""
+def write_stderr(text: str) -> None:
+    """Write at once, so that lines of several ranks stay apart; ignore a closed pipe."""
     if sys.stderr is None:
         return
     try:

@@ -14,7 +14,7 @@ from dataclasses import fields
 
 from scalelong import __version__
 from scalelong.errors import StoppedError, one_line, unknown_name
-from scalelong.progress import LogHandler
+from scalelong.progress import LogHandler, write_stderr
 from scalelong.runs.settings import RunConfig
 
 VERBS = {
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("SCALELONG_DEBUG"):
             raise
-        print(f"error: {as_flags(one_line(error), verb)}", file=sys.stderr)
+        write_stderr(f"error: {as_flags(one_line(error), verb)}\n")
         return 1
     return 0
 
