@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -154,6 +154,24 @@ def draw(
         panel.set_title(f"samples, {name}", fontsize=10, loc="left")
         panel.set_axis_off()
     save(figure, path)
+
+
+def plot_rates(
+    axes: plt.Axes, rows: Sequence[Mapping[str, Any]], value: str, average: Callable[[list[float]], float]
+) -> None:
+    """Average over seeds against the learning rate `lr`, a line for each `method`; dots are seeds."""
+    methods, rates = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "lr"))
+    rates.sort()
+    for at, method in enumerate(methods):
+        mine = [row for row in rows if row["method"] == method]
+        averages = [average([row[value] for row in mine if row["lr"] == rate]) for rate in rates]
+        colour, shift = PALETTE[at % len(PALETTE)][0], 1.04 ** (at - (len(methods) - 1) / 2)
+        axes.plot([rate * shift for rate in rates], averages, color=colour, marker="_", markersize=12, label=method)
+        dots = [row["lr"] * shift for row in mine]
+        axes.plot(dots, [row[value] for row in mine], "o", color=colour, markersize=3.5, alpha=0.6)
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
 
 
 def dress(axes: plt.Axes, title: str, xlabel: str, ylabel: str = "") -> None:

@@ -316,19 +316,18 @@ def collapsed() -> list[str]:
 
 def block_outputs() -> tuple[str, str, str]:
     """Methods that scale the outputs of blocks, each at its best rate, against the unscaled network at its own."""
-    folder = RESULTS / "block-outputs-cifar"
     losses: dict[str, dict[str, list[float]]] = {}
-    with (folder / "runs.csv").open() as file:
+    with (RESULTS / "block-outputs-cifar" / "runs.csv").open() as file:
         for row in csv.DictReader(file):
             losses.setdefault(row["method"], {}).setdefault(row["lr"], []).append(float(row["test_loss"]))
     best = {method: min(of_rates.items(), key=lambda item: fmean(item[1])) for method, of_rates in losses.items()}
     base_rate, base = best.pop("none")
-    said = [
-        f"{method} {100 * (fmean(own) / fmean(base) - 1):+.1f}% at {rate}, lower in "
-        f"{sum(a < b for a, b in zip(own, base, strict=True))} of {len(own)} seeds"
-        for method, (rate, own) in best.items()
-    ]
-    lower = [f"`{m.split()[0]}`" for m, (_, own) in best.items() if all(a < b for a, b in zip(own, base, strict=True))]
+    lower, said = [], []
+    for method, (rate, own) in best.items():
+        wins = sum(a < b for a, b in zip(own, base, strict=True))
+        lower += [f"`{method}`"] if wins == len(own) else []
+        gap = 100 * (fmean(own) / fmean(base) - 1)
+        said.append(f"{method} {gap:+.1f}% at {rate}, lower in {wins} of {len(own)} seeds")
     return (
         "small U-ViT (width 64), batch 32, 4,000 steps",
         " or ".join(lower) or "no scaling",

@@ -10,10 +10,12 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 
 from scalelong import progress
+from scalelong.cli.main import main
 from scalelong.progress import LogHandler, Progress
 
 PROGRAM = """
@@ -61,6 +63,16 @@ def test_messages_are_written_once(capsys) -> None:
     logger.addHandler(LogHandler())
     logger.warning("%d apples", 3)
     assert capsys.readouterr().err == "3 apples\n"
+
+
+def test_an_error_is_one_write(monkeypatch) -> None:
+    """Two writes would mix the lines of several ranks, whose stderr torchrun does not buffer."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    assert main(["train", "nosuch"]) == 1
+    assert len(written) == 1
+    assert written[0].startswith("error: preset: unknown 'nosuch'")
+    assert written[0].endswith("\n")
 
 
 @pytest.mark.slow

@@ -9,13 +9,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from measures import averages, value_of
-from output import Outcome, dress, save, write_csv
+from output import Outcome, dress, plot_rates, save, write_csv
 from settings import Experiment
 
-from scalelong.report.colours import PALETTE
 from scalelong.runs.reader import Run
 
-LABELS = {"test_loss": "test loss", "oscillation_all_blocks": "relative oscillation, all blocks"}
+LABELS = {"test_loss": "Test loss", "oscillation_all_blocks": "Relative oscillation, all blocks"}
 
 
 def measure(experiment: Experiment, runs: Mapping[str, Sequence[Run]], out: Path) -> Outcome:
@@ -28,25 +27,16 @@ def measure(experiment: Experiment, runs: Mapping[str, Sequence[Run]], out: Path
     ]
     write_csv(rows, out / "runs.csv")
     draw(rows, out / "block-outputs.png")
-    setting = experiment.setting.rpartition(", lr")[0]
-    return Outcome([], f"{setting}; three learning rates", {"table": averages(rows, experiment.measures)})
+    rates = ", ".join(f"{rate:g}" for rate in sorted({row["lr"] for row in rows}))
+    setting = f"{experiment.setting.rpartition(', lr')[0]}, lr {rates}"
+    return Outcome([], setting, {"table": averages(rows, experiment.measures)})
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Means over seeds; dots are seeds."""
     figure, panels = plt.subplots(1, len(LABELS), figsize=(5.5 * len(LABELS), 4), layout="constrained")
-    methods, rates = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "lr"))
     for axes, (key, label) in zip(panels, LABELS.items(), strict=True):
-        for at, method in enumerate(methods):
-            colour, shift = PALETTE[at][0], 1.03 ** (at - (len(methods) - 1) / 2)
-            mine = [row for row in rows if row["method"] == method]
-            means = {rate: fmean(row[key] for row in mine if row["lr"] == rate) for rate in sorted(rates)}
-            axes.plot([rate * shift for rate in means], list(means.values()), color=colour, label=method)
-            dots = [row["lr"] * shift for row in mine]
-            axes.plot(dots, [row[key] for row in mine], "o", color=colour, markersize=3.5, alpha=0.6)
-        axes.set(xscale="log", yscale="log" if key.startswith("oscillation") else "linear")
-        axes.set_xticks(sorted(rates), [f"{rate:g}" for rate in sorted(rates)])
-        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        dress(axes, label.capitalize(), "learning rate")
+        plot_rates(axes, rows, key, fmean)
+        dress(axes, label, "learning rate")
+    panels[1].set_yscale("log")
     panels[0].legend(frameon=False, fontsize=8)
     save(figure, path)

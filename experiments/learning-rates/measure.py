@@ -16,13 +16,12 @@ from statistics import fmean, median
 from typing import Any
 
 import matplotlib.pyplot as plt
-from output import Claim, Outcome, dress, save, write_csv
+from output import Claim, Outcome, dress, plot_rates, save, write_csv
 from scipy.stats import fisher_exact
 from settings import Experiment, run_key
 from tqdm import tqdm
 
 from scalelong import progress
-from scalelong.report.colours import PALETTE
 from scalelong.runs.settings import RunConfig
 from scalelong.stability.transfer import loss_of
 
@@ -44,7 +43,7 @@ def measure(experiment: Experiment, _: object, out: Path) -> Outcome:
     ]
     write_csv(rows, out / "runs.csv")
     table = averages(rows)
-    draw(table, rows, out / "learning-rates.png")
+    draw(rows, out / "learning-rates.png")
     config = next(iter(grid.values()))
     setting = (
         f"U-ViT of width {config.model.dim} on {config.data.name} at {config.data.image_size}x{config.data.image_size}, "
@@ -126,27 +125,21 @@ def by_seed(rows: list[dict[str, Any]], best: dict[str, Any]) -> list[float]:
     return [math.inf if row["loss"] is None else row["loss"] for row in sorted(here, key=lambda row: row["seed"])]
 
 
-def draw(table: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
-    """Median loss over the rate, a panel for each depth; dots are seeds."""
-    depths = list(dict.fromkeys(row["run"].partition(", ")[0] for row in table))
-    figure, panels = plt.subplots(
-        1, len(depths), figsize=(5.5 * len(depths), 4), sharey=True, squeeze=False, layout="constrained"
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Median loss over the rate, a panel for each depth."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        depth, _, method = row["run"].partition(", ")
+        loss = math.inf if row["loss"] is None else row["loss"]
+        panels.setdefault(depth, []).append({**row, "method": method, "loss": loss})
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4), sharey=True, squeeze=False, layout="constrained"
     )
-    for axes, depth in zip(panels[0], depths, strict=True):
-        names = list(dict.fromkeys(row["run"] for row in table if row["run"].startswith(f"{depth}, ")))
-        for at, name in enumerate(names):
-            mine, colour = [row for row in table if row["run"] == name], PALETTE[at % len(PALETTE)][0]
-            shift = 1.04 ** (at - (len(names) - 1) / 2)
-            axes.plot([row["lr"] * shift for row in mine], [row["median loss"] or math.nan for row in mine], color=colour,
-                      marker="_", markersize=12, label=name.partition(", ")[2])  # fmt: skip
-            seeds = [row for row in rows if row["run"] == name and row["loss"] is not None]
-            axes.plot([row["lr"] * shift for row in seeds], [row["loss"] for row in seeds], "o", color=colour,
-                      markersize=3.5, alpha=0.6)  # fmt: skip
-        axes.set(xscale="log", yscale="log")
-        axes.set_xticks(
-            sorted({row["lr"] for row in table}), [f"{rate:g}" for rate in sorted({r["lr"] for r in table})]
-        )
+    for axes, (depth, own) in zip(all_axes[0], panels.items(), strict=True):
+        plot_rates(axes, own, "loss", median)
+        axes.set_yscale("log")
         axes.minorticks_off()
-        dress(axes, depth, "learning rate", "training loss at the end" if depth == depths[0] else "")
-    panels[0][0].legend(frameon=False, fontsize=8)
+        dress(axes, depth, "learning rate")
+    all_axes[0][0].set_ylabel("training loss at the end", fontsize=9)
+    all_axes[0][0].legend(frameon=False, fontsize=8)
     save(figure, path)

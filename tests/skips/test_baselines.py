@@ -210,6 +210,14 @@ def test_rezero_and_stable_tau_scale_what_each_block_of_a_diffusers_model_adds_t
             torch.testing.assert_close(found, shortcut + 0.3 * (whole - shortcut), rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_of_a_subclass_are_scaled_too() -> None:
+    model = build(UVIT)
+    for block in (*model.in_blocks, model.mid_block, *model.out_blocks):
+        block.__class__ = type("FastBlock", (type(block),), {})
+    scalelong.apply(model, "rezero")
+    assert model.scalelong.alpha.shape == (9,)
+
+
 def test_rezero_learns() -> None:
     model = build(UVIT)
     scalelong.apply(model, "rezero")

@@ -104,18 +104,17 @@ def has_known_stages(model: nn.Module) -> bool:
 
 def residual_branches(model: nn.Module) -> list[tuple[str, ...]]:
     """For each residual block, outermost ones only, the modules whose outputs it adds to its input; raises if unknown."""
-    family = known_family(model)
-    if family is None or not family.residuals:
+    family, blocks = known_family(model), dict[str, tuple[str, ...]]()
+    residuals = family.residuals if family is not None else {}
+    for stage in stages(model) if residuals else ():
+        for name, module in model.get_submodule(stage).named_modules(prefix=stage):
+            branches = next((residuals[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in residuals), ())
+            if branches and not any(name.startswith(f"{block}.") for block in blocks):
+                blocks[name] = tuple(f"{name}.{branch}" for branch in branches)
+    if not blocks:
         known = ", ".join(name for name in known_families() if FAMILIES[name].residuals)
         name = type(model).__name__
         raise ValueError(f"scaling.method: the residual blocks of this {name} are not known; use one of {known}")
-    blocks: dict[str, tuple[str, ...]] = {}
-    for stage in stages(model):
-        for name, module in model.get_submodule(stage).named_modules(prefix=stage):
-            inside = any(name.startswith(f"{block}.") for block in blocks)
-            branches = family.residuals.get(type(module).__name__, ())
-            if branches and not inside and getattr(module, "residual_connection", True):  # False: only attention
-                blocks[name] = tuple(f"{name}.{branch}" for branch in branches)
     return list(blocks.values())
 
 
