@@ -107,7 +107,7 @@ def _numbers(experiment: Experiment, folder: Path) -> str:
     for row in rows if measure else ():
         found.setdefault(next(iter(row.values())), []).append(float(row[measure]))
     said = "; ".join(f"{run}: {fmean(each):.5f} ± {stdev(each):.5f}" for run, each in found.items() if len(each) > 1)
-    return f"{measure.replace('_', ' ').capitalize()}, {said}." if said else ""
+    return f"{measure.replace('_', ' ').capitalize()} of {said}." if said else ""
 
 
 def _count(folder: Path) -> str:

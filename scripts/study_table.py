@@ -325,7 +325,7 @@ def block_outputs() -> tuple[str, str, str]:
     lower, said = [], []
     for method, (rate, own) in best.items():
         wins = sum(a < b for a, b in zip(own, base, strict=True))
-        lower += [f"`{method}`"] if wins == len(own) else []
+        lower += [method] if wins == len(own) else []
         gap = 100 * (fmean(own) / fmean(base) - 1)
         said.append(f"{method} {gap:+.1f}% at {rate}, lower in {wins} of {len(own)} seeds")
     return (
