@@ -28,6 +28,7 @@ from weights import Weights
 from scalelong.backbones import fused
 from scalelong.backbones.uvit import Block, SkipLinear
 from scalelong.skips.hooks import is_scaled, scaling_of
+from scalelong.skips.long_skip import ATTACHMENT, scale_output
 
 WIDTHS = (128, 256)  # tiles span whole rows
 
@@ -280,7 +281,20 @@ class FastBlock(Block):
                 factor = 1.0
             skip = skip.flatten(0, 1)
         keep, x = self.flat.requires_grad, x.flatten(0, 1)
-        return block(x, self.flat, self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
+        return block(x, self.scaled_flat(), self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
+
+    def scaled_flat(self) -> Tensor:
+        """`flat`; where the residual branches are scaled, their last layers are instead of what these put out."""
+        attachment = vars(self.attn).get(ATTACHMENT)
+        if attachment is None:
+            return self.flat
+        d = self.attn.proj.in_features
+        proj, fc1, fc2 = d * d + d, 4 * d * d + 4 * d, 4 * d * d + d
+        first, proj, fc1, fc2 = self.flat.split([len(self.flat) - proj - fc1 - fc2, proj, fc1, fc2])
+        proj, fc2 = (
+            attachment.scaling.scale_branch(attachment.block, part.float()).to(part.dtype) for part in (proj, fc2)
+        )
+        return torch.cat([first, proj, fc1, fc2])
 
 
 def speed_up(model: nn.Module, weights: Weights) -> None:
@@ -306,7 +320,13 @@ def speed_up(model: nn.Module, weights: Weights) -> None:
 
 def _supported(module: Block) -> bool:
     attn, d = module.attn, module.norm1.weight.numel()
-    branches = (attn, module.mlp, attn.qkv, attn.proj, module.norm1, module.norm2)
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in branches)
+    inner = (attn.qkv, attn.proj, module.mlp.fc1, module.mlp.fc2, module.norm1, module.norm2)
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inner)
+    hooked |= any(branch._forward_pre_hooks or not _is_plain_or_scaled(branch) for branch in (attn, module.mlp))
     sizes = d in WIDTHS and d == attn.heads * TILE and module.mlp.fc1.out_features == 4 * d
     return sizes and not hooked and attn.qkv.bias is None and attn.scale is None
+
+
+def _is_plain_or_scaled(branch: nn.Module) -> bool:
+    """True if no forward hook does anything but scale what a residual block adds to its input."""
+    return all(getattr(hook, "func", hook) is scale_output for hook in branch._forward_hooks.values())

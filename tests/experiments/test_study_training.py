@@ -221,7 +221,7 @@ def close(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4 * float(b.abs().max()), rtol=1e-4)
 
-for method, options in (("cs", {}), ("ls", {}), ("ls", {"module": "time"})):
+for method, options in (("cs", {}), ("ls", {}), ("ls", {"module": "time"}), ("rezero", {}), ("stable_tau", {})):
     x, time, found = torch.randn(2, 3, 32, 32), torch.rand(2), []
     for fast in (False, True):
         model = network(method, **options)
