@@ -280,8 +280,8 @@ class FastBlock(Block):
                     skip = skip * factor
                 factor = 1.0
             skip = skip.flatten(0, 1)
-        keep, x = self.flat.requires_grad, x.flatten(0, 1)
-        return block(x, self.scaled_flat(), self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
+        keep, flat, x = self.flat.requires_grad, self.scaled_flat(), x.flatten(0, 1)
+        return block(x, flat, self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
 
     def scaled_flat(self) -> Tensor:
         """`flat`; where the residual branches are scaled, their last layers are instead of what these put out."""
