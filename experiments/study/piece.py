@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,11 +167,12 @@ def main() -> None:
 
 def _main(options: argparse.Namespace) -> None:
     begun, work = time.time(), options.work.resolve()
-    if options.merge_only:
-        merge(work, options.results, options.accept_commit)
-        return
     queue = read_queue(options.queue)
     piece, speed = queue.find(options.piece), queue.speed
+    if options.merge_only:
+        finish(work, piece)
+        merge(work, options.results, options.accept_commit)
+        return
     work.mkdir(parents=True, exist_ok=True)
     if options.speed_test:
         runs = tuple(dataclasses.replace(run, steps=0) for run in piece.runs)
@@ -192,7 +193,6 @@ def _main(options: argparse.Namespace) -> None:
     commit, data = code_commit(), prepare_data(piece.data, options.data, work / "data.npz")
     check_joinable(options.results, piece.name, commit, data, piece.data, options.accept_commit)
     deadline = begun + 60 * speed.limit_minutes - FINAL_SECONDS * len(piece.runs)
-    run_piece(piece, work, str(work / "data.npz"), options.inception, deadline, not options.plain)
     about = {
         "name": piece.name,
         "command": shlex.join(["python", "experiments/study/piece.py", piece.name]),
@@ -201,14 +201,28 @@ def _main(options: argparse.Namespace) -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "minutes": round((time.time() - begun) / 60, 1),
         "settings": dataclasses.asdict(piece),
         "protocol": {key: text.format(*DATA[piece.data]) for key, text in PROTOCOL.items()},
-        "runs": outcomes(piece, work),
     }
-    (work / "piece.json").write_text(json.dumps(about, indent=1) + "\n")
+    write_about(work, about)
+    run_piece(piece, work, str(work / "data.npz"), options.inception, deadline, not options.plain)
+    about |= {"minutes": round((time.time() - begun) / 60, 1), "runs": outcomes(piece, work)}
+    write_about(work, about)
     merge(work, options.results, options.accept_commit)
     print(json.dumps(about["runs"], indent=1))
+
+
+def write_about(work: Path, about: Mapping[str, Any]) -> None:
+    (work / "piece.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def finish(work: Path, piece: Piece) -> None:
+    """Note how far the runs came whose machine was lost before they ended."""
+    about = json.loads((work / "piece.json").read_text())
+    if "runs" not in about:
+        write_rows(work / "curves.csv", rows := collect(piece, work))
+        minutes = max((row["seconds"] for row in rows), default=0.0) / 60
+        write_about(work, about | {"minutes": round(minutes, 1), "runs": outcomes(piece, work, unfinished="cut off")})
 
 
 if __name__ == "__main__":

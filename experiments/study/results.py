@@ -123,13 +123,13 @@ def _check_batches(path: Path, seed: int, seen: dict[tuple[int, int], str]) -> N
             raise StudyError(f"{path.stem}: batch {row['batch']} at step {row['step']}, others of its seed saw another")
 
 
-def outcomes(piece: Piece, work: Path) -> dict[str, dict[str, Any]]:
+def outcomes(piece: Piece, work: Path, unfinished: str = "failed") -> dict[str, dict[str, Any]]:
     """How each run ended, and its milliseconds per step after the first evaluation."""
     found = {}
     for run in piece.runs:
         lines = _json_lines(work / f"{run.name}.jsonl")
         rows = [line for line in lines if "test_loss" in line]
-        end = next((line["reason"] for line in lines if line.get("event") == "end"), "failed")
+        end = next((line["reason"] for line in lines if line.get("event") == "end"), unfinished)
         about: dict[str, Any] = {"end": end, "step": rows[-1]["step"] if rows else 0}
         if len(rows) > 1:
             elapsed, steps = rows[-1]["seconds"] - rows[0]["seconds"], rows[-1]["step"] - rows[0]["step"]
