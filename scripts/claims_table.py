@@ -12,17 +12,23 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from scalelong.report.speedup import Curve, describe, speed_up
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "experiments" / folder) for folder in ("study", "")]
 
-from plot import baselines  # noqa: E402
+from plot import baselines, comparable  # noqa: E402
+from results import read_meta  # noqa: E402
 from settings import load  # noqa: E402
+from study_rates import END, best_rates, found_rates  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
+STUDIED = "a-seed1"  # a piece of the study with the paper's recipe
 PUBLISHED = ("ls", "cs kappa=0.7")  # the paper's methods, as the study names them
+SCALE = "U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128"
+COMMAND = "`python experiments/study/piece.py`"
 QUEUED = "no sufficiently long runs yet; queued in `experiments/study/queue.yaml`"
 PAPER = (  # item, claim, and a result folder (without its scale), a column of the study, or why there is no measurement
     ("Fig. 1", "CS and LS reduce feature oscillation, rsqrt2 less so", "fig01-oscillation"),
@@ -39,6 +45,7 @@ PAPER = (  # item, claim, and a result folder (without its scale), a column of t
     ("Table 1", "lower FID with CS and LS in every setting", "study: fid"),
     ("Table 2", "LS is robust to its design, and better than one learnable kappa per skip", f"{QUEUED} (e)"),
     ("Table 3", "scaling block outputs instead (ReZero, stable-tau) is worse", "table3-block-outputs"),
+    ("Table 3", "", "study: rates"),
     ("Table 4", "the direction of CS matters", "table4-direction"),
     (
         "Tables 5 and 6",
@@ -53,8 +60,8 @@ def overview() -> str:
     lines = ["| item | claim | measured | verdict | seeds | setting | command |", "|---|---|---|---|---|---|---|"]
     for item, claim, source in PAPER:
         study, _, column = source.partition(": ")
-        known = study == "study"
-        measured = _learned() if column == "coefficients" else _study(column) if known else _folders(source)
+        of_study = {"coefficients": _learned, "rates": _rates}.get(column, partial(_study, column))
+        measured = of_study() if study == "study" else _folders(source)
         found = list(measured) or [(source, "", "", "", "")]
         for number, row in enumerate(found):
             cells = (item, "" if number else claim, *row)
@@ -98,23 +105,29 @@ def _learned() -> Iterator[tuple[str, str, str, str, str]]:
     fit = load("fig07-learned-kappa").measure
     assert fit is not None
     said, close = [], []
+    pieces = read_meta(RESULTS / "study")["pieces"]
     for path in sorted(RESULTS.glob("study/*/ls-seed*.jsonl")):
         last = [row for row in map(json.loads, path.read_text().splitlines()) if "coefficients" in row][-1]
         found = fit.fit_cs(last["coefficients"])
         near = f"R² = {found.r_squared:.2f}" if found.r_squared >= 0 else "R² below 0"
         kappas = ", ".join(f"{kappa:.2f}" for kappa in last["coefficients"])
         seed = path.stem.removeprefix("ls-seed")
-        said.append(f"seed {seed}, {last['step']:,} steps: {kappas} (nearest CS: kappa {found.kappa:.2f}, {near})")
+        run = f"seed {seed}, rate {pieces[path.parent.name]['settings']['lr']:g}, {last['step']:,} steps"
+        said.append(f"{run}: {kappas} (nearest CS: kappa {found.kappa:.2f}, {near})")
         close.append(found.r_squared > 0.9)
     verdict = "agrees" if all(close) else "mixed" if any(close) else "**disagrees**"
-    scale = "U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128; mean on test images"
-    yield "; ".join(said), verdict, str(len(said)), scale, "`python experiments/study/piece.py`"
+    yield "; ".join(said), verdict, str(len(said)), f"{SCALE}; mean on test images", COMMAND
+
+
+def _rates() -> Iterator[tuple[str, str, str, str, str]]:
+    """The methods of the study, each at its own best rate."""
+    said = best_rates(found_rates(STUDIED), {})
+    yield f"each at its best rate, {said}", "inconclusive: one seed", "1", f"{SCALE}, {END:,} steps", COMMAND
 
 
 def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
     """One column of the long runs of the paper's methods, relative to the unscaled run of the same seed, per protocol."""
-    with (RESULTS / "study" / "curves.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = comparable(RESULTS / "study", STUDIED)
     pieces: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         pieces[re.sub(r"-seed\d+.*$", "", row["experiment"])].append(row)
@@ -131,9 +144,9 @@ def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:
                     verdict = "inconclusive: within noise"
                 if len(mine) == 1:
                     verdict = "inconclusive: one seed"
-                scale = f"piece {piece}: U-ViT of width 256, depth 12, patch 4, CIFAR-10, batch 128"
+                scale = f"piece {piece}: {SCALE}"
                 said = describe(method, "none", what, found)
-                yield said, verdict, str(len(mine)), scale, "`python experiments/study/piece.py`"
+                yield said, verdict, str(len(mine)), scale, COMMAND
 
 
 def _curves(rows: list[dict[str, str]], column: str) -> dict[tuple[str, str], Curve]:

@@ -25,7 +25,8 @@ def draw(found: Mapping[str, list[Pair]], digest: str) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     left.axhline(0, color=colour("none"), linewidth=2, label=NAMES["none"])
     order = sorted(found, key=[*NAMES, *found].index)
-    shown = {method: found[method] for method in order if len(found[method]) > 1 or method in (MILD, AGAIN)}
+    long = [method for method in order if max(pair.last for pair in found[method]) > 50_000]
+    shown = {method: found[method] for method in long if len(found[method]) > 1 or method in (MILD, AGAIN)}
     for method, each in shown.items():
         for i, pair in enumerate(each):
             steps = [step for step in sorted(pair.loss) if step >= 8_000]

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "experiments" / "study"))
 from figures_table import DOCS, RESULTS, fill  # noqa: E402
 from plot import AGAIN, Curve, baselines, comparable, relative, smoothed  # noqa: E402
 from results import read_meta  # noqa: E402
+from study_rates import END, Found, best_rates, found_rates, rate_table  # noqa: E402
 
 PIECE = "a-seed1"  # pieces of this network and training are compared
 CURVES = RESULTS / "study" / "curves.csv"
@@ -34,6 +35,8 @@ NAMES = {
     "ls": "LS",
     "ls start=0.95": "LS, start = 0.95",
     "universal kappa=0.5": "universal, kappa = 0.5",
+    "stable_tau tau=0.1": "stable-tau, tau = 0.1",
+    "rezero": "ReZero",
 }
 MILD = "ls start=0.95"
 LEVEL_LOSS, LEVEL_FID = 0.2, 2.1  # percent, points: the difference between two unscaled runs of one seed
@@ -211,13 +214,14 @@ def fid_table(found: Mapping[str, list[Pair]]) -> str:
     lines = ["| FID-10k | seed | 10k | 25k | 50k | 100k | last |", "|---|---|---|---|---|---|---|"]
     for (method, seed), fid in sorted(rows.items(), key=lambda row: (["none", *found].index(row[0][0]), row[0][1])):
         cells = [f"{fid[step]:.1f}" if step in fid else "" for step in steps]
-        last = max(fid)
-        cells.append("" if last in steps else f"{fid[last]:.1f} at {last:,}")
-        lines.append(f"| {name(method)} | {seed} | {' | '.join(cells)} |")
+        last = max(fid, default=0)
+        cells.append("" if last in (0, *steps) else f"{fid[last]:.1f} at {last:,}")
+        if fid:
+            lines.append(f"| {name(method)} | {seed} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def advice(found: Mapping[str, list[Pair]]) -> str:
+def advice(found: Mapping[str, list[Pair]], rates: Found) -> str:
     """The decision table: training setting, recommendation, measurement."""
     cs = found["cs kappa=0.7"]
     early = [pair.loss[10_000] for pair in cs]
@@ -289,6 +293,11 @@ def advice(found: Mapping[str, list[Pair]]) -> str:
         ),
         block_outputs(),
         (
+            f"U-ViT of width 256, depth 12; batch 128; {END:,} steps, each method at its best of up to four rates",
+            "no scaling, a higher rate",
+            f"{best_rates(rates, NAMES)}; [rates](#rates-of-the-long-runs)",
+        ),
+        (
             "300,000 steps or more; width 256 with depth 20 or more or batch 32",
             "try both",
             "the paper reports gains here; not yet measured by us (queued)",
@@ -332,13 +341,14 @@ def block_outputs() -> tuple[str, str, str]:
         "small U-ViT (width 64), batch 32, 4,000 steps",
         " or ".join(lower) or "no scaling",
         f"test loss at the best of three rates against unscaled at {base_rate}: {'; '.join(said)} "
-        "([scaling block outputs](figures.md#table-3-scaling-the-outputs-of-blocks)); larger networks are queued",
+        "([scaling block outputs](figures.md#table-3-scaling-the-outputs-of-blocks)); an early lead, see the next row",
     )
 
 
 def other_settings() -> list[tuple[str, str, str]]:
-    """One row per other configuration of the study: depth, batch, rate, data."""
-    pieces, shown, found = read_meta(RESULTS / "study")["pieces"], {row["experiment"] for row in _comparable(PIECE)}, []
+    """One row per other configuration of the study: depth, batch, data. Rates have a table of their own."""
+    rows = comparable(RESULTS / "study", PIECE, free=("lr",))
+    pieces, shown, found = read_meta(RESULTS / "study")["pieces"], {row["experiment"] for row in rows}, []
     for piece, about in pieces.items():
         if piece in shown:
             continue
@@ -398,7 +408,9 @@ def main() -> None:
     for page in (ROOT / "README.md", DOCS / "index.md"):
         fill(page, "headline", headline(found))
     page = DOCS / "should-i-use-it.md"
-    fill(page, "advice", advice(found))
+    rates = found_rates(PIECE)
+    fill(page, "advice", advice(found, rates))
+    fill(page, "rates", rate_table(rates, NAMES))
     fill(page, "costs", cost_table())
     fill(page, "study", f"{loss_table(found)}\n\n{fid_table(found)}")
     from study_picture import PICTURE, draw, picture_digest

@@ -206,9 +206,9 @@ def _cell(losses: Curve, fids: Curve, step: int) -> str:
     return f"{losses[step]:.5f}" + (f" ({fids[step]:.1f})" if step in fids else "")
 
 
-def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
-    """The rows of all pieces of the network and training of one of them. Methods are compared within a piece's seed only, so
-    pieces may differ in how they are evaluated.
+def comparable(results: Path, experiment: str = "", free: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The rows of all pieces of the network and training of one of them, but for the settings in `free`. Methods are compared
+    within a piece's seed only, so pieces may differ in how they are evaluated.
     """
     pieces = read_meta(results)["pieces"]
 
@@ -216,7 +216,11 @@ def comparable(results: Path, experiment: str = "") -> list[dict[str, str]]:
         about = pieces[name]
         sizes = ("batch", "lr", "warmup", "dim", "depth", "heads", "patch")
         network = about["settings"].get("network", "uvit")
-        return [network, *(about["protocol"][key] for key in TRAINING), *(about["settings"][key] for key in sizes)]
+        return [
+            network,
+            *(about["protocol"][key] for key in TRAINING),
+            *(about["settings"][key] for key in sizes if key not in free),
+        ]
 
     wanted = trained(experiment or list(pieces)[-1])
     return [row for row in read_rows(results / "curves.csv") if trained(row["experiment"]) == wanted]

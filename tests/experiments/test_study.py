@@ -14,7 +14,7 @@ import torch
 import yaml
 from entries import Piece, Run, Speed, StudyError, check_startable, read_queue
 from evaluator import NOISE_BINS
-from piece import to_rgb32
+from piece import finish, to_rgb32, write_about
 from plot import baselines, intervals_ahead, relative, smoothed, speed_up
 from results import check_joinable, check_paired, collect, merge, outcomes, read_rows, write_rows
 from train import train
@@ -119,6 +119,25 @@ def test_rows_samples_and_events_are_written(finished) -> None:
     assert len(lines[1]["bins"]) == len(lines[1]["raw_bins"]) == len(lines[1]["short_bins"]) == NOISE_BINS
     assert sum(lines[1]["bins"]) / NOISE_BINS == pytest.approx(lines[1]["test_loss"], rel=1e-4)
     assert outcomes(PIECE, finished)["none-seed0"]["end"] == "complete"
+
+
+def test_a_piece_whose_machine_was_lost_can_be_merged(finished, tmp_path) -> None:
+    work, run = tmp_path / "work", RUNS[1]
+    shutil.copytree(finished, work)
+    write_about(work, {"name": "tiny", "commit": "abc", "data": "d0", "settings": dataclasses.asdict(PIECE)})
+    lines = (work / f"{run.name}.jsonl").read_text().splitlines()
+    (work / f"{run.name}.jsonl").write_text("\n".join(lines[:2]))
+    finish(work, PIECE)
+    ended = json.loads((work / "piece.json").read_text())["runs"]
+    assert {name: (end["end"], end["step"]) for name, end in ended.items()} == {
+        name: ("cut off", 4) if name == run.name else ("complete", 8) for name in ended
+    }
+    merge(work, tmp_path / "results")
+    rows = read_rows(tmp_path / "results" / "curves.csv")
+    assert [row["step"] for row in rows if row["method"] == run.label] == ["4"]
+    kept = (work / "piece.json").read_text()
+    finish(work, PIECE)
+    assert (work / "piece.json").read_text() == kept
 
 
 def test_runs_of_one_seed_see_the_same_batches_and_others_do_not(finished, tmp_path) -> None:
