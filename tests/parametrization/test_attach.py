@@ -73,6 +73,8 @@ def test_compiled_and_wrapped_models(tmp_path) -> None:
         for wrapped in (compiled, parallel, sharded):
             theirs = mup.param_groups(wrapped, 1e-3)
             assert [(g["lr"], len(g["params"])) for g in theirs] == [(g["lr"], len(g["params"])) for g in groups]
+        with pytest.raises(ValueError, match="is not folded; pass the model inside DDP"):
+            mup.fold(parallel)
         optimizer = torch.optim.AdamW(mup.param_groups(sharded, 1e-3))
         sharded(**INPUTS).square().mean().backward()
         optimizer.step()
@@ -210,6 +212,41 @@ def test_a_wrong_base_is_refused_and_the_model_as_it_was(base, message: str) -> 
 def test_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="model: this UViT is parametrized already; build a new one"):
         mup.parametrize(parametrized(), meta(uvit, 16))
+    whole = nn.Sequential(mup.parametrize(mlp(64), mlp(16)), nn.Linear(2, 64))
+    with pytest.raises(
+        ValueError, match="model: a part of it, this Sequential is parametrized already; build a new one"
+    ):
+        mup.parametrize(whole, nn.Sequential(mlp(16), nn.Linear(2, 16)))
+    assert len(whole[0][4]._forward_pre_hooks) == 1
+
+
+def test_a_model_without_values_is_refused() -> None:
+    model = meta(mlp, 64)
+    with pytest.raises(ValueError, match=r"model: 0\.weight is on the meta device .* or pass initialize=False"):
+        mup.parametrize(model, meta(mlp, 16))
+    assert not model[4]._forward_pre_hooks
+    assert mup.roles(mup.parametrize(model, meta(mlp, 16), initialize=False))["2.weight"].lr == 0.25
+
+
+def test_several_parametrized_parts_of_a_module() -> None:
+    """As a generator and a discriminator in one wrapper; the plan of each counts."""
+    parts = nn.ModuleList(mup.parametrize(mlp(width), mlp(16)) for width in (64, 32))
+    assert [(g["lr"], len(g["params"])) for g in mup.param_groups(parts, 1.0)] == [(1, 10), (0.25, 1), (0.5, 1)]
+    x = torch.randn(2, 3)
+    expected = [part(x) for part in parts]
+    mup.fold(parts)
+    assert not any(mup.roles(part) for part in parts)
+    torch.testing.assert_close([part(x) for part in parts], expected)
+
+
+def test_layers_that_an_adapter_replaced_are_named() -> None:
+    peft = pytest.importorskip("peft")
+    model, x = mup.parametrize(mlp(64), mlp(16)), torch.randn(2, 3)
+    expected = model(x)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["2", "4"]), model)
+    torch.testing.assert_close(model(x), expected)  # the multiplier stays on the layer inside
+    with pytest.raises(ValueError, match=r"2\.bias is not among the parameters .* with adapters \(LoRA\) give"):
+        mup.param_groups(model, 1e-3)
 
 
 def test_an_optimizer_made_before_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from scalelong.parametrization.attach import INPUT, plan_of
 from scalelong.parametrization.coordinates import CoordinateCheck, coordinate_check, plot
-from scalelong.parametrization.mup import apply_plan, param_groups, plan_for
+from scalelong.parametrization.mup import apply_plan, param_groups, parametrize, plan_for
 
 CHECKS = load("coordinate-checks").measure
 CLASSES = CHECKS.CLASSES
@@ -126,6 +126,27 @@ def test_scaled_queries_and_layers_of_fixed_size_have_no_slope_of_their_own() ->
     found = coordinate_check(Attention, (64, 128, 256), example=example, seeds=2)
     assert abs(found.slopes()["to_q"]) < 0.1, str(found)
     assert abs(found.slopes(1)["last"] - found.slopes(1)["to_out"]) < 0.1, str(found)
+
+
+def test_fewer_heads_of_keys_than_of_queries() -> None:
+    class Grouped(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.to_in(x)
+            q, k, v = (f(x).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+            k, v = k[:, ::2], v[:, ::2]
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+            return self.last(self.to_out(x + mixed))
+
+    found = coordinate_check(Grouped, (32, 64), example=torch.randn(1, 3, 3), seeds=1, steps=1)
+    assert found.activations[".logits"].all()
+
+
+def test_a_make_model_that_parametrizes_is_refused_for_mup() -> None:
+    def make(width: int) -> nn.Module:
+        return parametrize(net(width), net(16), same_width=True)
+
+    with pytest.raises(ValueError, match="model: this Sequential is parametrized already"):
+        coordinate_check(make, (16, 32), example=torch.ones(1, 3))
 
 
 def test_the_random_state_is_left_alone() -> None:

@@ -186,6 +186,38 @@ def test_embeddings_and_scales_of_other_names_are_not_readouts() -> None:
     torch.testing.assert_close(model(torch.tensor([[2, 4]])), model[0].weight[[2, 4]][None] / 2)
 
 
+class Transposed(nn.Module):
+    """A layer with its weight as fan-in x fan-out, as transformers' Conv1D."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(fan_in, fan_out) / fan_in**0.5),
+            nn.Parameter(torch.zeros(fan_out)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_with_its_weight_transposed(device: str) -> None:
+    def make(width: int) -> nn.Module:
+        return nn.Sequential(Transposed(3, width), nn.GELU(), Transposed(width, 2 * width), Transposed(2 * width, 5))
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = mup.parametrize(make(64), meta(make, 16), initialize=device == "cpu")
+    found = [mup.roles(model)[f"{at}.weight"] for at in (0, 2, 3)]
+    assert [role.role for role in found] == ["input", "hidden", "output"]
+    assert list(plan_of(model).inputs.items()) == [("3", 0.25)]
+    if device == "cpu":
+        assert [role.initial for role in found] == pytest.approx([1, 1, 2])  # 1 / sqrt(fan-in) is recognized
+        x = torch.randn(2, 3)
+        expected = model(x)
+        torch.testing.assert_close(mup.fold(model)(x), expected)
+
+
 class Recurrent(nn.Module):
     """The fan-in of an LSTM, its projection, or the keys of attention grows; what it gives is of fixed size."""
 

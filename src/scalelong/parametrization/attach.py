@@ -5,7 +5,7 @@ Multipliers are plain floats on modules, their hooks module-level functions: dee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,13 +107,21 @@ def plan_of(model: nn.Module) -> Plan:
 
 def check_unparametrized(model: nn.Module) -> None:
     check_unwrapped(model)
-    if PLAN in model.__dict__:
-        raise ValueError(f"model: this {type(model).__name__} is parametrized already; build a new one to do it again")
+    for module in holders(model):
+        part = "this" if module is model else "a part of it, this"
+        raise ValueError(
+            f"model: {part} {type(module).__name__} is parametrized already; build a new one to do it again"
+        )
+
+
+def holders(model: nn.Module) -> Iterator[nn.Module]:
+    """The parametrized modules: the model itself, one inside wrappers, or several of its parts."""
+    return (module for module in model.modules() if PLAN in module.__dict__)
 
 
 def holder(model: nn.Module) -> nn.Module:
     """The parametrized module inside wrappers."""
-    return next((module for module in model.modules() if PLAN in module.__dict__), model)
+    return next(holders(model), model)
 
 
 def plain_name(name: str) -> str:

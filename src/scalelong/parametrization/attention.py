@@ -100,18 +100,28 @@ def normalizes_weight(layer: nn.Module) -> bool:
     return len(outputs) == 2 and bool((outputs[0] - outputs[1]).abs().max() < 1e-3 * outputs[0].abs().max())
 
 
+def transposed(layer: nn.Module) -> bool:
+    """Whether a layer stores its weight as fan-in x fan-out, unlike torch's, as transformers' `Conv1D` does."""
+    weight = layer._parameters.get("weight")
+    own = isinstance(layer, nn.Linear) or type(layer).__module__.startswith("torch.nn.")
+    if own or weight is None or weight.dim() != 2:
+        return False
+    return not _tried(layer, weight, lambda _: None) and bool(_tried(layer, weight.T, lambda _: None))
+
+
 def _tried(module: nn.Module, weight: Tensor, *changes: Callable[[Any], object]) -> list[Tensor]:
     """Outputs of a copy of a module, with random weights, after each change to it; fewer if it needs other inputs."""
     outputs: list[Tensor] = []
-    if weight.is_meta:
+    if any(buffer.is_meta for buffer in module.buffers()):  # parameters get random values, buffers mean something
         return outputs
     channels, spatial = weight.shape[1], weight.dim() - 2
     with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), suppress(Exception):
-        twin = copy.deepcopy(module).cpu().float().eval()
+        twin = copy.deepcopy(module)
+        twin = (twin.to_empty(device="cpu") if weight.is_meta else twin.cpu()).float().eval()
         for parameter in twin.parameters():
             fan_in = parameter.numel() / len(parameter) if parameter.dim() else 1.0
             parameter.normal_(std=fan_in**-0.5)  # small enough that no softmax saturates
-        x = torch.randn(1, channels, *[8] * spatial) if spatial else torch.randn(1, 4, channels)
+        x = torch.randn(*((1, channels, *[8] * spatial) if spatial else (1, 4, channels)), device="cpu")
         for change in changes:
             change(twin)
             tensors = tensors_in(twin.forward(x))  # without the hooks of a scaling

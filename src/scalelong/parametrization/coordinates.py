@@ -232,6 +232,8 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, float]]:
                 query, key = (args[at] if at < len(args) else kwargs[name] for at, name in enumerate(("query", "key")))
                 scale = kwargs.get("scale") or query.shape[-1] ** -0.5
                 with torch.no_grad():
+                    if kwargs.get("enable_gqa"):
+                        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
                     found[f"{running[-1]}.logits"] = float((query @ key.transpose(-1, -2)).abs().mean() * scale)
             return function(*args, **kwargs)
 

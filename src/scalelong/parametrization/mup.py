@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize as torch_parametrize
 
 from scalelong.parametrization.attach import (
-    PLAN,
     attach,
     check_unparametrized,
     detach,
     holder,
+    holders,
     multiply,
     plain_name,
     plan_of,
@@ -24,7 +24,7 @@ from scalelong.parametrization.attach import (
 from scalelong.parametrization.attention import attentions, query_weights
 from scalelong.parametrization.shapes import Plan, TensorRole, base_shapes, make_plan, root_mean_square
 from scalelong.skips.example import unchanged_on_error
-from scalelong.skips.hooks import ROOT_NAME
+from scalelong.skips.hooks import ROOT_NAME, wrapper_of
 
 
 @unchanged_on_error
@@ -47,7 +47,6 @@ def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, s
     >>> roles(model)["mid_block.mlp.fc1.weight"]
     TensorRole(role='hidden', base=(64, 16), initial=0.5, multiplier=1.0, lr=0.25)
     """
-    check_unparametrized(model)
     plan = plan_for(model, base, initialize, same_width)
     _check_no_optimizer(model)
     apply_plan(model, plan)
@@ -56,6 +55,10 @@ def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, s
 
 def plan_for(model: nn.Module, base: nn.Module, initialize: bool = True, same_width: bool = False) -> Plan:
     """What `parametrize` would do."""
+    check_unparametrized(model)
+    for name in (name for name, parameter in model.named_parameters() if parameter.is_meta and initialize):
+        empty = f"{name} is on the meta device and has no values to rescale; build the model on a device"
+        raise ValueError(f"model: {empty}, or pass initialize=False to load weights that were trained in muP")
     shapes = base_shapes(model, base)
     if not same_width and all(tuple(p.shape) == shapes[name] for name, p in model.named_parameters()):
         same = "no dimension of any tensor differs from the model's, so none is found to be infinite"
@@ -92,15 +95,18 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float = 0.0) -> list
     >>> [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
     [(0.001, 0.1, 5), (0.00025, 0.4, 1)]
     """
-    known, names = roles(model), {id(p): plain_name(name) for name, p in holder(model).named_parameters()}
-    lost = {name for name in known if not name.startswith(f"{ROOT_NAME}.")} - {*names.values()}  # gates may be removed
-    if lost:
-        merged = f"{min(lost)} is not among the parameters of this {type(model).__name__}"
-        raise ValueError(f"model: {merged}; with FSDP pass use_orig_params=True")
+    factors: dict[int, float] = {}
+    for part in holders(model):
+        known, own = roles(part), {plain_name(name): parameter for name, parameter in part.named_parameters()}
+        lost = {name for name in known if not name.startswith(f"{ROOT_NAME}.")} - {*own}  # gates may be removed
+        if lost:
+            merged = f"{min(lost)} is not among the parameters of this {type(model).__name__}"
+            remedy = "with FSDP pass use_orig_params=True, with adapters (LoRA) give the optimizer theirs only"
+            raise ValueError(f"model: {merged}; {remedy}")
+        factors |= {id(own[name]): role.lr for name, role in known.items() if name in own}
     groups: dict[float, dict[str, Any]] = {}
     for parameter in model.parameters():
-        role = known.get(names.get(id(parameter), ""))
-        factor = 1.0 if role is None else role.lr
+        factor = factors.get(id(parameter), 1.0)
         new = {"params": [], "lr": lr * factor, "weight_decay": weight_decay / factor, "lr_multiplier": factor}
         groups.setdefault(factor, new)["params"].append(parameter)
     return list(groups.values())
@@ -141,7 +147,21 @@ def fold(model: nn.Module) -> nn.Module:
     >>> torch.allclose(fold(model)(x), expected), len(roles(model))
     (True, 0)
     """
-    plan, owners = plan_of(model), Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    if wrapper := wrapper_of(model):
+        raise ValueError(f"model: this {type(model).__name__} is not folded; pass the model inside {wrapper}")
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    parts = [*holders(model)]
+    multiply(model, [change for part in parts for change in _folded(part, owners)])
+    for part in parts:
+        for path in plan_of(part).joined:
+            torch_parametrize.remove_parametrizations(part.get_submodule(path), "weight")
+        detach(part)
+    return model
+
+
+def _folded(model: nn.Module, owners: Mapping[int, int]) -> list[tuple[Tensor, float]]:
+    """Weights and the factors that take the place of the multipliers."""
+    plan = plan_of(model)
     changes: list[tuple[Tensor, float]] = []
     queries = {path: (factor * plan.heads[path] ** 0.5) ** 0.5 for path, factor in plan.scales.items()}
     for path, factor in (*plan.inputs.items(), *plan.outputs.items()):
@@ -156,12 +176,7 @@ def fold(model: nn.Module) -> nn.Module:
             changes.append((module.get_parameter("bias"), factor))
     for path, factor in queries.items():
         changes += [(values, factor) for values in query_weights(model.get_submodule(path))]
-    multiply(model, changes)
-    for path in plan.joined:
-        torch_parametrize.remove_parametrizations(model.get_submodule(path), "weight")
-    if PLAN in model.__dict__:
-        detach(model)
-    return model
+    return changes
 
 
 def _check_no_optimizer(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from scalelong.parametrization.attention import attentions, normalizes_weight, query_layers, uses_scale
+from scalelong.parametrization.attention import attentions, normalizes_weight, query_layers, transposed, uses_scale
 from scalelong.skips import is_scaled
 from scalelong.skips.hooks import root_name
 
@@ -109,9 +109,10 @@ def make_plan(
     plan = Plan(heads=dict(heads or {}))
     names, tried = {id(parameter): name for name, parameter in model.named_parameters()}, set[type]()
     for path, module in model.named_modules():
+        swapped = transposed(module)
         for own, parameter in module.named_parameters(recurse=False):
             name = names[id(parameter)]
-            found = _role(name, module, own, tuple(parameter.shape), shapes[name])
+            found = _role(name, module, own, tuple(parameter.shape), shapes[name], swapped)
             if own == "weight" and found.role in ("hidden", "output") and type(module) not in tried:
                 tried.add(type(module))
                 if normalizes_weight(module):
@@ -121,7 +122,7 @@ def make_plan(
             if found.multiplier != 1:
                 plan.inputs[path] = found.multiplier
             if name not in plan.roles or found.role == "input":  # tied to a readout, an embedding stays one
-                law = _law(module, own, parameter, shapes, names, sizes or {}) if initialize else 1.0
+                law = _law(module, own, parameter, shapes, names, sizes or {}, swapped) if initialize else 1.0
                 initial = found.initial * law if initialize else 1.0
                 multiplier = plan.roles[name].multiplier if name in plan.roles else found.multiplier
                 plan.roles[name] = TensorRole(found.role, found.base, initial, multiplier, found.lr)
@@ -150,7 +151,9 @@ def stamp_of(roles: Mapping[str, TensorRole], heads: Mapping[str, int]) -> tuple
     return (*(size for role in roles.values() for size in role.base), *heads.values())
 
 
-def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...]) -> TensorRole:
+def _role(
+    name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: tuple[int, ...], swapped: bool
+) -> TensorRole:
     infinite = [at for at, (here, there) in enumerate(zip(shape, base, strict=True)) if here != there]
     if len(infinite) > 2 or (isinstance(module, nn.Bilinear) and 2 in infinite):
         known = "muP has rules for a fan-in and a fan-out that grow; keep the other dimensions fixed"
@@ -168,7 +171,7 @@ def _role(name: str, module: nn.Module, own: str, shape: tuple[int, ...], base: 
     elementwise = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Embedding | nn.EmbeddingBag)
     elementwise |= "embed" in type(module).__name__.lower() or (len(shape) > 2 and math.prod(shape) == max(shape))
     layer = own == "weight" and (linear or not elementwise)
-    fan_in = (0 if isinstance(module, _ConvTransposeNd) else 1) if layer else infinite[-1]
+    fan_in = (0 if swapped or isinstance(module, _ConvTransposeNd) else 1) if layer else infinite[-1]
     ratio = shape[fan_in] / base[fan_in]
     if len(infinite) == 2:
         return TensorRole("hidden", base, initial=ratio**-0.5, lr=1 / ratio)
@@ -188,7 +191,13 @@ def _groups_grow(layer: _ConvTransposeNd, base_channels: int) -> bool:
 
 
 def _law(
-    module: nn.Module, own: str, values: Tensor, shapes: Shapes, names: Mapping[int, str], sizes: Mapping[str, float]
+    module: nn.Module,
+    own: str,
+    values: Tensor,
+    shapes: Shapes,
+    names: Mapping[int, str],
+    sizes: Mapping[str, float],
+    swapped: bool,
 ) -> float:
     """Standard initial size at base width, divided by that at this width: of a known law, else as measured at both."""
     size = root_mean_square(values)
@@ -206,7 +215,8 @@ def _law(
     normal = (
         abs(size / 0.02 - 1) < noise and largest > 1.01 * math.sqrt(3) * size and abs((measured or 1) - 1) < of_both
     )
-    for here, there, uniform in _laws(own, tuple(weight.shape), shapes[names[id(weight)]]):
+    fans = [tuple(weight.shape), shapes[names[id(weight)]]]
+    for here, there, uniform in _laws(own, *(fan[::-1] if swapped else fan for fan in fans)):
         if normal and not uniform:
             return 1.0  # normal with 0.02, as in transformers: constant, also where a law gives nearly the same
         within = largest <= 1.01 * math.sqrt(3) * here  # the bound of a uniform law
