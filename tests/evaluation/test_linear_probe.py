@@ -150,6 +150,46 @@ def test_features_are_cached(tmp_path: Path) -> None:
         linear_probe(other, train_part, test_part, **options, call=never)
 
 
+def two_classes(n: int = 60) -> tuple[Tensor, Tensor]:
+    labels = torch.arange(n) % 2
+    return torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(0)) + labels[:, None, None, None], labels
+
+
+@pytest.mark.parametrize("protocol", ["held-out", "ddae"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "autocast"])
+def test_the_callers_modes_do_not_change_the_fit(mode: str, protocol: Any) -> None:
+    """The caller's data, made in the same mode, have integer labels of any kind; random states are left alone."""
+    modes = {"autocast": torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad()}
+    model, before = network(), torch.get_rng_state()
+    with modes.get(mode) or torch.inference_mode():
+        images, labels = two_classes()
+        data = images, labels.int() if mode == "no_grad" else labels + 0
+        found = linear_probe(model, data, data, levels=[0.1], protocol=protocol, pixels=True)
+    assert found.accuracy == found.pixels == 1.0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_images_that_require_gradients_are_probed() -> None:
+    data = two_classes()
+    data[0].requires_grad_()
+    assert linear_probe(network(), data, data, levels=[0.1], pixels=True).pixels == 1.0
+
+
+def test_networks_in_half_precision_are_probed(tmp_path: Path) -> None:
+    data = two_classes()
+    for dtype in (torch.bfloat16, torch.float16):
+        model = network().to(dtype)
+        assert linear_probe(model, data, data, levels=[0.1], cache=tmp_path).accuracy == 1.0
+    files = len(list(tmp_path.iterdir()))
+    linear_probe(model.float(), data, data, levels=[0.1], cache=tmp_path)  # the same weights in another precision
+    assert len(list(tmp_path.iterdir())) == 1.5 * files
+
+
+def test_one_image_is_enough_to_fit_on() -> None:
+    data = two_classes(4)
+    assert 0 <= linear_probe(network(), data, data, levels=[0.1], held_out=0.9).held_out[0][0] <= 1
+
+
 class Doubled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -76,6 +76,8 @@ class BlockFeatures:
         times = times.long() if self.process.name == "ddpm" else times
         noise = normal(self.seed, "linear-probe", index, images.shape[1:])
         x, time_input = self.process.network_input(self.process.diffuse(images, noise, times)[0], times)
+        dtype = next(self.model.parameters()).dtype
+        x = x.to(dtype) if dtype in (torch.bfloat16, torch.float16) else x
         given = {
             name: value.to(self.device).expand(len(images), *value.shape[1:]) for name, value in self.condition.items()
         }
@@ -92,7 +94,8 @@ class BlockFeatures:
         if not self._digest:
             digest = hashlib.sha256(f"{self.model}{getattr(self.model, 'config', '')}".encode())
             for name, value in self.model.state_dict().items():
-                digest.update(name.encode() + value.detach().float().cpu().contiguous().numpy().tobytes())
+                digest.update(f"{name} {value.dtype}".encode())
+                digest.update(value.detach().float().cpu().contiguous().numpy().tobytes())
             self._digest = digest.hexdigest()
         about = [self._digest, repr(self.process), sorted(blocks), self.seed, t, sorted(self.condition)]
         digest = hashlib.sha256(json.dumps(about).encode())

@@ -80,6 +80,7 @@ class LinearProbe:
         return "\n".join([head, *rows])
 
 
+@torch.inference_mode(False)  # and with gradients, for fitting
 def linear_probe(
     model: nn.Module,
     train: Labelled,
@@ -117,6 +118,8 @@ def linear_probe(
     """
     started = time.perf_counter()
     classes = _check_data(train, test, held_out)
+    # a copy of the labels: those made in inference mode cannot be fitted to
+    train, test = ((part[0].detach(), part[1].to(torch.int64, copy=True)) for part in (train, test))
     require(images >= 2 * classes, "images", f"at least {2 * classes}, two for every class", images)
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
@@ -211,7 +214,7 @@ def _described(value: Any) -> str:
 
 
 def _standardized(train: Tensor, *others: Tensor) -> list[Tensor]:
-    mean, sd = train.mean(0), train.std(0).clamp(min=1e-6)
+    mean, sd = train.mean(0), train.std(0, correction=0).clamp(min=1e-6)
     return [(part - mean) / sd for part in (train, *others)]
 
 
@@ -219,9 +222,10 @@ def _test(
     train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, classes: int, iterations: int = 300
 ) -> float:
     """The accuracy on `test` of a linear layer fitted on `train`."""
-    fitted, tested = _standardized(train.float(), test.float())
-    weight, bias = fit_linear(fitted, train_labels.to(fitted.device), classes, iterations)
-    return float((F.linear(tested, weight, bias).argmax(1) == test_labels.to(tested.device)).float().mean())
+    with torch.autocast(train.device.type, enabled=False):
+        fitted, tested = _standardized(train.float(), test.float())
+        weight, bias = fit_linear(fitted, train_labels.to(fitted.device), classes, iterations)
+        return float((F.linear(tested, weight, bias).argmax(1) == test_labels.to(tested.device)).float().mean())
 
 
 def _select_and_test(
@@ -254,13 +258,14 @@ def _ddae(
     probed: BlockFeatures, train: Labelled, test: Labelled, classes: int, noise: list[float], times: list[float]
 ) -> LinearProbe:
     """The published protocol: Adam 1e-3 with a cosine, 15 epochs, batches of 128, flips and crops, selection on test."""
-    table = np.zeros((len(probed.blocks), len(times)))
+    table, precise = np.zeros((len(probed.blocks), len(times))), torch.autocast(probed.device.type, enabled=False)
     n, size, epochs = len(train[0]), int(DDAE["batch_size"]), int(DDAE["epochs"])
     for column, t in enumerate(tqdm(times, desc="probe", unit="level", disable=None)):
         index = torch.arange(n, n + len(test[0]))
         tested = probed(test[0], index, t)
-        heads = {name: nn.Linear(tested[name].shape[1], classes).to(probed.device) for name in probed.blocks}
+        heads = {name: nn.Linear(tested[name].shape[1], classes, device="meta") for name in probed.blocks}
         for head in heads.values():
+            head.to_empty(device=probed.device)  # no random numbers are drawn
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
         optimizer = torch.optim.Adam([p for head in heads.values() for p in head.parameters()], lr=DDAE["lr"])
@@ -271,14 +276,16 @@ def _ddae(
                 images = augmented(train[0][rows], probed.seed, epoch * n + rows).to(probed.device)
                 features = probed.of_batch(images, epoch * n + rows, t, probed.blocks)
                 labels = train[1][rows].to(probed.device)
-                losses = [F.cross_entropy(head(features[name]), labels) for name, head in heads.items()]
+                with precise:
+                    losses = [F.cross_entropy(head(features[name]), labels) for name, head in heads.items()]
                 optimizer.zero_grad()
                 torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 schedule.step()
         labels = test[1].to(probed.device)
-        for row, (name, head) in enumerate(heads.items()):
-            table[row, column] = float((head(tested[name]).argmax(1) == labels).float().mean())
+        with precise:
+            found = [head(tested[name]).argmax(1) for name, head in heads.items()]
+        table[:, column] = [float((predicted == labels).float().mean()) for predicted in found]
     row, column = divmod(int(table.argmax()), len(times))
     about = (probed.blocks[row], noise[column], probed.blocks, noise, table.tolist(), "ddae, selected on test")
     return LinearProbe(float(table.max()), *about, n, len(test[0]), len(test[0]))
@@ -288,7 +295,7 @@ def _ddae(
 
 
 def probe_run(run: TrainedRun, *, floors: bool = True, cache: bool = True, **options: Any) -> LinearProbe:
-    """`linear_probe` of a run on its own data; the features of class- and text-conditional runs are those without condition.
+    """`linear_probe` of a run on its own data; the features of class-conditional runs are those without a class.
 
     >>> probe_run(load_run("runs/cs")).accuracy  # doctest: +SKIP
     """
