@@ -44,6 +44,9 @@ SEPARATE = [
     ("query", "key", "value"),
     ("wq", "wk", "wv"),
     ("q", "k", "v"),
+    ("to_query", "to_key", "to_value"),  # Kandinsky
+    ("q_lin", "k_lin", "v_lin"),  # DistilBERT
+    ("linear_q", "linear_k", "linear_v"),  # Conformer
 ]
 
 
@@ -146,6 +149,51 @@ def test_attention_whose_layers_are_not_recognized_is_refused_by_the_head_size_i
     base = meta(Block, 16)
     base.attention = meta(nn.MultiheadAttention, 16, 2)
     mup.parametrize(block, base)  # the block's own numbers are those of its attention, which is recognized
+
+
+def test_attention_is_refused_by_its_class_and_number_of_heads() -> None:
+    refused(lambda width: Attention(width, ("query_key_value",)), "Attention has heads of 96, of 24 at base width")
+    model = nn.ModuleList([Attention(64, ("query_key_value",))])
+    model[0].num_heads = 8
+    mup.parametrize(model, nn.ModuleList([meta(Attention, 16, ("query_key_value",))]))  # more heads, of the same size
+
+
+@pytest.mark.parametrize("name", ["q_rms_norm", "query_norm", "q_layernorm"])
+def test_a_multiplier_is_behind_the_norm_of_queries(name: str) -> None:
+    """In front of it, it would have no effect."""
+
+    class Normed(Attention):
+        def __init__(self, width: int) -> None:
+            super().__init__(width, ("to_q", "to_k", "to_v"), norm=True)
+            self.q_norm = None
+            self.add_module(name, nn.RMSNorm(width // 2))
+
+    model = mup.parametrize(Normed(64), meta(Normed, 16))
+    assert plan_of(model).outputs == {name: pytest.approx(0.5)}
+
+
+class SingleHead(nn.Module):
+    """As in the autoencoder of latent diffusion: convolutions, and no number of heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_channels, self.last = width, nn.Conv2d(width, 2, 1)
+        self.q, self.k, self.v = (nn.Conv2d(width, width, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).flatten(2) for layer in (self.q, self.k, self.v))
+        mixed = v @ torch.softmax(q.mT @ k * self.in_channels**-0.5, dim=-1).mT
+        return self.last(mixed.unflatten(2, x.shape[2:]))
+
+
+def test_a_single_head_without_a_number_grows_with_the_channels() -> None:
+    model, x = mup.parametrize(SingleHead(64), meta(SingleHead, 16)), torch.randn(1, 64, 2, 2)
+    assert plan_of(model).outputs == {"q": 0.5}
+    expected = model(x)
+    torch.testing.assert_close(mup.fold(model)(x), expected)
+    several = SingleHead(64)
+    several.groups_of_queries = 4  # a number that may be that of heads
+    assert not plan_of(mup.parametrize(several, meta(SingleHead, 16))).outputs
 
 
 class LlamaAttention(Attention):

@@ -14,19 +14,22 @@ from torch import Tensor, nn
 from scalelong.skips.example import tensors_in, uncompiled
 
 HEADS = ("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
-HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_head")
-QUERIES, FUSED = ("to_q", "q_proj", "query", "wq", "q"), ("qkv", "to_qkv", "qkv_proj", "c_attn")
+HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_head")
+QUERIES = ("to_q", "q_proj", "query", "wq", "q", "to_query", "query_proj", "linear_q", "q_linear", "q_lin", "q_b_proj")
+FUSED = ("qkv", "to_qkv", "qkv_proj", "c_attn")
+NORMS = ("norm_q", "q_norm", "query_norm", "norm_query", "q_rms_norm", "q_layernorm", "q_layer_norm", "query_layernorm")
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Name, module and head size of attention as torch, diffusers, transformers, timm and this package write it.
 
-    Modules whose layers have other names are found by the head size they store.
+    Modules whose layers have other names are found by two of head size, number of heads and the name of their class.
     """
     known: dict[str, int] = {}
     others: dict[str, int] = {}
     for name, module in model.named_modules():
-        heads, size = _stored(module, HEADS), _stored(module, HEAD_SIZES)
+        heads, size, kind = _stored(module, HEADS), _stored(module, HEAD_SIZES), type(module).__name__.lower()
+        named = "attention" in kind or "attn" in kind
         queries = next((layer for key in QUERIES if (layer := _layer(module, key))), None)
         fused = fused_layer(module)
         if isinstance(module, nn.MultiheadAttention):
@@ -35,8 +38,11 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             known[name] = queries.weight.shape[0] // heads if heads else size
         elif fused is not None and (heads or size):
             known[name] = size or fused.weight.shape[0] // (3 * heads)
-        elif size and (heads or "attention" in type(module).__name__.lower()):
-            others[name] = size
+        elif queries is not None and _single_head(module, queries):
+            known[name] = queries.weight.shape[0]
+        elif (size > 0) + (heads > 0) + named > 1:
+            widest = max((len(parameter) for parameter in module.parameters() if parameter.dim() > 1), default=0)
+            others[name] = size or widest // heads
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
         if name in known or not any(inside):  # else it is a block, whose attention is inside
@@ -46,6 +52,13 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
 def _stored(module: nn.Module, names: tuple[str, ...]) -> int:
     """The first attribute of these names that is a number, or 0."""
     return next((found for name in names if isinstance(found := vars(module).get(name), int)), 0)
+
+
+def _single_head(module: nn.Module, queries: Any) -> bool:
+    """Whether queries and keys are from a module that stores no number but its channels, as in LDM's autoencoder."""
+    numbers = {value for value in vars(module).values() if type(value) is int}
+    keys = [_layer(module, name.replace("query", "key").replace("q", "k")) for name in QUERIES]
+    return any(keys) and numbers <= {*queries.weight.shape} and not hasattr(module, "config")
 
 
 def _layer(module: nn.Module, name: str) -> Any:
@@ -62,7 +75,7 @@ def fused_layer(attention: nn.Module) -> Any:
 
 def query_layers(attention: nn.Module) -> Iterator[str]:
     """The modules that queries leave last: a norm behind the projection, if there is one; of timm, `q_norm`."""
-    for norms, layers in ((("norm_q", "q_norm"), QUERIES), (("norm_added_q",), ("add_q_proj",))):
+    for norms, layers in ((NORMS, QUERIES), (("norm_added_q", "q_rms_norm_t"), ("add_q_proj", "to_q_t"))):
         found = [name for name in norms if isinstance(getattr(attention, name, None), nn.Module)]
         found += [name for name in layers if _layer(attention, name)]
         yield from found[:1]
