@@ -42,6 +42,8 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     >>> with atomic_write(Path("out.bin")) as file:
     ...     _ = file.write(b"data")
     """
+    if path.is_dir():
+        raise WriteError(f"{path}: is a folder; give the name of a file")
     with _writing(path):
         stage = path.with_name(_staging_prefix(path) + secrets.token_hex(4))
         try:
@@ -59,7 +61,10 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 def _writing(path: Path) -> Iterator[None]:
     """Create the parents of `path` and remove them again on error; disk errors become a WriteError."""
     missing = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be written ({error.strerror}: {error.filename})") from error
     try:
         yield
     except BaseException as error:
@@ -168,9 +173,23 @@ def lock_folder(folder: Path, doing: str = "training") -> IO[str]:
     return lock
 
 
+def check_writable(folder: Path, key: str = "out", remedy: str = "choose another folder") -> None:
+    """Raise if `folder` cannot be created or written to; errors name `key`."""
+    there = _existing(folder)
+    if not there.is_dir():
+        raise ValueError(f"{key}: cannot create {folder}: {there} is a file; {remedy}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"{key}: no permission to write to {there}; {remedy}")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
 def check_space(folder: Path, needed: float, what: str) -> None:
-    """Raise if the disk of `folder` has less than `needed` bytes free."""
-    if (free := shutil.disk_usage(folder).free) < needed:
+    """Raise if the disk of `folder`, which need not exist yet, has less than `needed` bytes free."""
+    if (free := shutil.disk_usage(_existing(folder)).free) < needed:
         raise OSError(f"out: {folder} has {_size(free)} free, {what} {_size(needed)}; free some or choose another disk")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ import scalelong
 from scalelong.cli.main import VERBS, as_flags, main
 from scalelong.runs.settings import differences
 from scalelong.training import from_yaml, load_run, to_yaml
+from scalelong.training.run import TrainedRun
 from tests.training.tiny import tiny
 
 
@@ -321,6 +323,42 @@ def test_an_exported_model_lies_beside_a_card_that_loads_it(run, tmp_path, monke
     expected = load_run(run).model.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in names["model"].state_dict().items())
     assert main(["export", str(run), "--out", str(out)]) == 0  # over an earlier export
+
+
+def test_the_suffix_of_a_sample_is_not_doubled(run, tmp_path) -> None:
+    assert main(["sample", str(run), "--num-samples", "2", "--out", str(tmp_path / "new" / "two.png")]) == 0
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"two.png", "two.npz"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sample", "run", "--out", "file/grid"], "out: cannot create file: file is a file; choose another folder"),
+        (["report", "run", "--out", "file/r.html"], "file/r.html: cannot be written (File exists: file)"),
+        (["compare", "run", "--csv", "run"], "run: is a folder; give the name of a file"),
+        (["export", "run", "--out", "file"], "file/scalelong.json: cannot be written (File exists: file)"),
+        (["evaluate", "run", "--num-samples", "1"], "sampling.count: must be at least 2 for a distance, got 1"),
+        (["evaluate", "run", "--guidance", "2"], "sampling.guidance: 2.0, but the run has no condition"),
+        (["evaluate", "run", "--sampler", "dimm"], "sampling.sampler: unknown 'dimm'; did you mean 'ddim'?"),
+    ],
+)
+def test_outputs_and_counts_are_checked_before_the_work(run, arguments, told, monkeypatch, tmp_path, capsys) -> None:
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("scalelong.cli.evaluate.reference_statistics", too_late)
+    monkeypatch.setattr(TrainedRun, "sample", too_late)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    extractor = ["--extractor", "random-conv"] if arguments[0] == "evaluate" else []
+    assert main([*arguments, *extractor]) == 1
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_that_cannot_be_written_to_is_not_evaluated(run, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert main(["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "4"]) == 1
+    assert f"run: no permission to write to {run}; copy the run" in capsys.readouterr().err
 
 
 def test_warnings_are_one_line(monkeypatch) -> None:

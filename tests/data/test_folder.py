@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scalelong.data import DataError
+from scalelong.data import DataError, load_source
 from scalelong.data.base import Request
 from scalelong.data.folder import FolderSource
 
@@ -96,6 +96,14 @@ def test_fingerprint_is_the_contents_not_the_place(tmp_path: Path) -> None:
     assert FolderSource(Request(str(tmp_path / "two"), 8)).fingerprint != first
     save(tmp_path / "two" / "b.png", 9, 9, seed=1)
     assert FolderSource(Request(str(tmp_path / "two"), 8)).fingerprint != first
+
+
+def test_an_archive_is_no_folder(tmp_path: Path) -> None:
+    archive = tmp_path / "images.zip"
+    archive.touch()
+    for name in (f"folder:{archive}", str(archive)):
+        with pytest.raises(DataError, match=r"images\.zip is a file; unpack it into a folder, or use webdataset:"):
+            load_source(name, image_size=8)
 
 
 def test_errors_name_the_file_and_the_remedy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalelong.report import Comparison, compare_runs, read_runs
+from scalelong.report.tables import notes
 from tests.report.runs import write_run
 
 
@@ -185,6 +186,24 @@ def test_arrivals_between_the_same_evaluations_give_no_speed_up(tmp_path: Path) 
     dense = comparison.loss_race()
     assert dense is not None
     assert (dense.sparse, [pair.in_steps for pair in dense.pairs()]) == (False, [1.0, 1.0, 1.0])
+
+
+def test_diverged_runs_are_left_out_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "none")
+    write_run(tmp_path / "b", "cs")
+    diverged = write_run(tmp_path / "c", "cs", 1, losses=[9.0], training_steps=40)
+    with (diverged / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "kind": "diverged", "loss": NaN}\n')
+    comparison = compare(tmp_path)
+    assert comparison.horizon == 40
+    assert [group.seeds for group in comparison.groups] == [[0], [0]]
+    (left_out,) = [note for note in notes(comparison) if "diverged" in note]
+    assert (
+        left_out
+        == f"Left out: {comparison.left_out[0].folder}: diverged at step 12 of 40 (non-finite loss or gradient)."
+    )
+    alone = compare_runs(read_runs([diverged])[0])
+    assert notes(alone)[0] == left_out.removeprefix("Left out: ")
 
 
 def test_no_runs_are_refused() -> None:

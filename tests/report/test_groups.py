@@ -73,6 +73,15 @@ def test_runs_of_different_data_are_not_seeds_of_one_method(tmp_path: Path) -> N
     ]
 
 
+def test_data_at_two_paths_is_one_by_its_fingerprint(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", data="0123456789", data_name="folder:here")
+    write_run(tmp_path / "b", seed=1, data="0123456789", data_name="folder:there")
+    (both,) = groups(tmp_path)
+    assert (both.label, both.seeds) == ("none", [0, 1])
+    write_run(tmp_path / "c", seed=2, data_name="folder:elsewhere")  # without a fingerprint
+    assert [group.seeds for group in groups(tmp_path)] == [[0, 1], [2]]
+
+
 # --------------------------------------------------------------------------------------------------------------- metrics
 
 

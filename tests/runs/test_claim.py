@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
+from scalelong.cli.main import main
 from scalelong.files import check_space
-from scalelong.training import Trainer, from_yaml, train
+from scalelong.runs.folder import claim_folder
+from scalelong.training import Trainer, from_yaml, to_yaml, train
 from scalelong.training.checkpoint import CheckpointError
 from tests.training.tiny import tiny
 
@@ -44,11 +46,32 @@ def test_missing_permission_is_reported_before_training(tmp_path, monkeypatch) -
 
 def test_a_second_process_is_refused_and_changes_nothing(tmp_path) -> None:
     """The lock is taken once more here, which counts as another process."""
-    first = Trainer(tiny(), tmp_path / "run")
-    with pytest.raises(RuntimeError, match="another process is training into"):
-        Trainer(tiny(training_steps=99), tmp_path / "run")
-    assert from_yaml(tmp_path / "run" / "config.yaml") == tiny()
-    first.run()
+    ready, refused = Trainer(tiny(training_steps=99), tmp_path / "run"), []
+
+    def intrude(step: int, model: object) -> None:
+        for start in (ready.run, lambda: Trainer(tiny(training_steps=99), tmp_path / "run")):
+            with pytest.raises(RuntimeError, match="another process is training into"):
+                start()
+            refused.append(step)
+
+    train(tiny(training_steps=1), tmp_path / "run", [intrude])
+    assert refused == [1, 1]
+    assert from_yaml(tmp_path / "run" / "config.yaml") == tiny(training_steps=1)
+
+
+def test_nothing_is_written_before_training_starts(tmp_path, monkeypatch, capsys) -> None:
+    """Bad options of observers, and bad data, are found after the trainer is built."""
+    Trainer(tiny(), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--steps", "2", "--validate-every", "1", "--validate-split", "tset", "--out", "run"]
+    assert main(["train", "digits-demo", *flags]) == 1
+    assert "validate-split: digits has no 'tset'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    free = shutil.disk_usage(tmp_path)._replace(free=20 * 10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OSError, match="1001 checkpoints need"):
+        train(tiny(training_keep=1000), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_is_released_whatever_happened(tmp_path) -> None:
@@ -70,8 +93,9 @@ def test_a_folder_that_was_only_locked_is_still_empty(tmp_path) -> None:
 
 
 def test_a_folder_whose_run_never_began_takes_other_settings(tmp_path) -> None:
-    """As after data that is found to be bad when it is first read."""
-    Trainer(tiny(optimizer_lr=0.5), tmp_path / "run")._lock.close()
+    """As after a kill during the first steps."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(tiny(optimizer_lr=0.5)))
     train(tiny(training_steps=1), tmp_path / "run")
     assert from_yaml(tmp_path / "run" / "config.yaml") == tiny(training_steps=1)
 
@@ -126,14 +150,14 @@ assert "torch" not in sys.modules
 
 def test_a_forked_child_does_not_keep_the_folder(tmp_path) -> None:
     """A worker that outlives a killed run must not lock the folder."""
-    trainer = Trainer(tiny(), tmp_path / "run")
+    lock = claim_folder(tmp_path / "run", tiny())
     ready, done = os.pipe(), os.pipe()
     if (child := os.fork()) == 0:
         os.write(ready[1], b"x")
         os.read(done[0], 1)
         os._exit(0)
     os.read(ready[0], 1)
-    trainer._lock.close()
-    Trainer(tiny(), tmp_path / "run")._lock.close()
+    lock.close()
+    claim_folder(tmp_path / "run", tiny()).close()
     os.write(done[1], b"x")
     os.waitpid(child, 0)

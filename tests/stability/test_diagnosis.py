@@ -48,6 +48,20 @@ def about(found: list[Sentence], what: str) -> Sentence:
     return next(sentence for sentence in found if sentence.about == what)
 
 
+def test_a_run_that_diverged_is_an_alarm_and_is_not_to_be_continued(tmp_path) -> None:
+    run = write_run(tmp_path / "run", calm(range(10, 51, 10)), [])
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text + '{"step": 57, "kind": "diverged", "loss": NaN}\n')
+    found = diagnose(run / "metrics.jsonl")  # as completed by a shell
+    steps = about(found, "steps")
+    assert steps.alarming
+    assert steps.text == "The run ended at step 57 of 300: its loss or gradient was not finite."
+    assert not any("repeat the training command" in sentence.text for sentence in found)
+    advice = [sentence.text for sentence in found if sentence.about == "try"]
+    assert "--optimizer.warmup-steps" in advice[0]
+    assert "--optimizer.lr 0.0015 (now 0.003)" in advice[1]
+
+
 def test_an_oscillating_block_is_named_with_its_number(tmp_path) -> None:
     found = diagnose(write_run(tmp_path / "run", calm(), probes(0.2)))
     features = about(found, "features")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from scalelong import progress
 from scalelong.runs.presets import get_preset
-from scalelong.runs.reader import read_run
+from scalelong.runs.reader import read_run, read_runs
 from scalelong.stability import sweep as module
-from scalelong.stability.sweep import sweep, train_in_parallel
+from scalelong.stability.sweep import sweep, train_in_parallel, train_in_turn
 from tests.training.tiny import tiny
 
 
@@ -29,6 +32,21 @@ def test_runs_in_parallel_are_trained_with_a_probe(tmp_path: Path) -> None:
     for name in ("none-seed0", "ls-seed0"):
         run = read_run(tmp_path / name)
         assert (run.last_step, bool(run.probe)) == (2, True)
+
+
+def test_a_diverged_run_does_not_stop_the_others(tmp_path: Path, caplog) -> None:
+    configs = sweep(tiny(training_steps=8), ["none"], [0, 1, 2])
+    diverging = replace(configs["none-seed1"], optimizer=replace(tiny().optimizer, lr=1e30, warmup_steps=0))
+    for _ in range(2):  # the same when it is repeated
+        train_in_turn(configs | {"none-seed1": diverging}, tmp_path)
+        assert "none-seed1 diverged, the other runs continue: step 2: the loss is not finite" in caplog.text
+        runs = read_runs([tmp_path])[0]
+        assert [(run.last_step, run.diverged) for run in runs] == [(8, None), (1, 2), (8, None)]
+
+
+def test_a_kappa_is_refused_for_methods_without_one() -> None:
+    with pytest.raises(ValueError, match=r"methods: 'ls:0\.5', but ls has no kappa; leave out :0\.5"):
+        sweep(tiny(), ["ls:0.5"], [0])
 
 
 def test_progress_counts_from_the_start_of_a_run_and_ends_with_it(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from scalelong import failpoints
 from scalelong.failpoints import VARIABLE
+from scalelong.runs.reader import read_run
 from scalelong.runs.settings import RunConfig
 from scalelong.training import NonFiniteError, Trainer, load_run, loop, read_events, train
 from scalelong.training.checkpoint import CheckpointError
@@ -107,7 +108,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path) -> None
     Poison(trainer, step=3)
     with pytest.raises(NonFiniteError):
         trainer.run()
+    assert read_run(tmp_path / "run").diverged == 3
     assert_same_run(train(tiny(), tmp_path / "run"), train(tiny(), tmp_path / "whole"))
+    assert read_run(tmp_path / "run").diverged is None
 
 
 def test_a_stream_gives_the_same_run_as_a_resident_set(tmp_path) -> None:

@@ -24,7 +24,7 @@ class Compare:
     Example: scalelong compare --preset digits-demo --methods none cs:0.7 ls --seeds 0 1 2 --out runs/compare
     """
 
-    runs: RunFolders = ()  # run folders, or folders of run folders
+    runs: RunFolders = ()  # run folders, folders of run folders, or files of an OscillationProbe
     preset: str = ""  # first train this preset with every method and seed; run again to resume
     methods: tuple[str, ...] = ("none", "cs", "ls")  # with --preset; METHOD:KAPPA sets kappa, for example cs:0.5
     seeds: tuple[int, ...] = (0, 1, 2)  # with --preset

@@ -17,7 +17,7 @@ class Diagnose:
     Example: scalelong diagnose runs/digits-ls
     """
 
-    run: RunFolder  # a run folder, ideally trained with --probe-every
+    run: RunFolder  # a run folder, ideally trained with --probe-every; or the file of an OscillationProbe
     json: bool = False  # print JSON
 
 

@@ -21,8 +21,16 @@ import tyro
 from accelerate import PartialState
 
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
+from scalelong.diffusion import resolve_sampling
 from scalelong.evaluation import evaluate_run, get_extractor, reference_statistics
-from scalelong.evaluation.evaluate import Evaluation, load_condition, load_training_data, reference_features
+from scalelong.evaluation.evaluate import (
+    Evaluation,
+    check_count,
+    load_condition,
+    load_training_data,
+    reference_features,
+)
+from scalelong.files import check_writable
 from scalelong.progress import hide
 from scalelong.runs.events import append_event
 from scalelong.training import load_run
@@ -45,6 +53,8 @@ def main(arguments: list[str]) -> None:
     command = parse_over_run(Evaluate, arguments, prog="scalelong evaluate", description=__doc__)
     if not command.seeds or len(set(command.seeds)) < len(command.seeds):
         raise ValueError(f"seeds: give one or more different numbers, got {list(command.seeds)}")
+    check_count(command.sampling)
+    check_writable(Path(command.run), "run", "copy the run: its evaluations are recorded in it")
     if command.weights not in ("ema", "model") and Path(command.weights).is_file():
         logging.warning("--weights FILE is called --inception now; --weights is ema or model")
         command = replace(command, inception=command.weights, weights="ema")
@@ -54,8 +64,11 @@ def main(arguments: list[str]) -> None:
     device = str(ranks.device) if ranks.num_processes > 1 else command.device
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=device)
     extractor = get_extractor(command.extractor, device, command.inception)
+    resolve_sampling(command.sampling, run.objective.process)
     source, root = load_training_data(run), run.config.data.root
-    reference, condition = reference_statistics(source, extractor, root=root), load_condition(run, source)
+    condition = load_condition(run, source)
+    condition.null_condition(command.sampling)
+    reference = reference_statistics(source, extractor, root=root)
     features = reference_features(source, extractor, root) if command.kid else None
     measure = functools.partial(evaluate_run, run, extractor, reference, command.sampling, kid_reference=features)
     values = []

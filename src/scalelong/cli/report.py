@@ -19,7 +19,7 @@ class Report:
     Example: scalelong report runs/demo/none runs/demo/cs --out report.html
     """
 
-    runs: RunFolders = ()  # run folders, or folders of run folders
+    runs: RunFolders = ()  # run folders, folders of run folders, or files of an OscillationProbe
     out: str = ""  # default: report.html in the given folder, or in the current folder if several are given
 
 

@@ -20,7 +20,7 @@ import tyro
 from scalelong.cli.arguments import RunFolder, SamplingFlags, parse_over_run
 from scalelong.data.images import save_grid
 from scalelong.evaluation.evaluate import load_condition, load_training_data
-from scalelong.files import atomic_write, inside
+from scalelong.files import atomic_write, check_writable, inside
 from scalelong.runs import SAMPLES
 from scalelong.training import load_run
 from scalelong.training.condition import Condition, choose_classes, choose_prompts
@@ -36,13 +36,17 @@ class Sample:
     encoder: str = ""  # path of the text encoder; default: the run's own
     weights: str = "ema"  # ema, or model for the raw weights
     checkpoint: int | None = None  # step of the checkpoint; default: the newest
-    out: str = ""  # path of the output without suffix; default: RUN/samples/seedN
+    out: str = ""  # path of the output, without suffix; default: RUN/samples/seedN
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
 
 
 def main(arguments: list[str]) -> None:
     command = parse_over_run(Sample, arguments, prog="scalelong sample", description=__doc__)
+    out = Path(command.out or inside(Path(command.run), SAMPLES, f"seed{command.seed}"))
+    if out.suffix in (".png", ".npz"):
+        out = out.with_suffix("")
+    check_writable(out.parent)
     run = load_run(command.run, weights=command.weights, step=command.checkpoint, device=command.device)
     config, known, device = run.config, run.conditioning, torch.device(command.device)
     condition = Condition(device)
@@ -54,7 +58,6 @@ def main(arguments: list[str]) -> None:
         condition = load_condition(run, load_training_data(run))
     indices = range(command.first, command.first + command.sampling.count)
     images = run.sample(command.sampling, condition, indices=indices, seed=command.seed)
-    out = Path(command.out or inside(run.folder, SAMPLES, f"seed{command.seed}"))
     save_grid(images[:256], out.with_name(f"{out.name}.png"))
     arrays: dict[str, Any] = {"images": images.permute(0, 2, 3, 1).numpy()}
     if condition.name == "class_labels":

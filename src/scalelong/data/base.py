@@ -264,7 +264,7 @@ def find_source(name: str) -> tuple[SourceSpec, str]:
     spec = SOURCES.get(prefix)
     if spec and (path if ":" in spec.form else name == prefix):
         return spec, path or name
-    if name and Path(name).expanduser().is_dir():
+    if name and Path(name).expanduser().exists():
         return SOURCES["folder"], name
     known = [spec.form for spec in SOURCES.values()]
     if name.startswith(("~", ".")) or {"/", "\\"} & set(name):

@@ -55,6 +55,8 @@ def split_folder(root: Path, split: str) -> Path:
 
 def image_files(folder: Path) -> list[str]:
     """All image files below `folder`, as sorted relative paths with forward slashes."""
+    if folder.is_file():
+        raise DataError(f"data.name: {folder} is a file; unpack it into a folder, or use webdataset:{folder} for a tar")
     if not folder.is_dir():
         raise DataError(f"data.name: {folder} is not an existing folder; check the path")
     found = sorted(_walk(folder))

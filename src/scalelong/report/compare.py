@@ -110,6 +110,7 @@ class Comparison:
     same_loss: bool
     same_probes: bool  # False if oscillations do not compare
     metrics: tuple[Metric, ...]
+    left_out: tuple[Run, ...] = ()  # diverged runs
 
     @property
     def baseline(self) -> Group:
@@ -251,6 +252,8 @@ class Comparison:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Group runs by configuration and determine which measures are comparable.
 
+    Diverged runs are left out, unless all diverged.
+
     >>> from pathlib import Path
     >>> from scalelong.runs.reader import read_run
     >>> from scalelong.runs.config import to_yaml
@@ -263,6 +266,9 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     """
     if not runs:
         raise ValueError("runs: none given; name the folders that training wrote")
+    left_out = []
+    if kept := [run for run in runs if run.diverged is None]:
+        runs, left_out = kept, [run for run in runs if run.diverged is not None]
     horizon = min(run.last_step for run in runs)
     same_data = all(_same_data(run, other) for run, other in combinations(runs, 2))
     loss = {run.config.diffusion for run in runs}
@@ -274,6 +280,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         same_loss=same_data and len(loss) == 1,
         same_probes=same_data and len({run.probe_interval for run in runs if run.probe_interval}) < 2,
         metrics=tuple(metrics_of(runs)),
+        left_out=tuple(left_out),
     )
 
 

@@ -60,7 +60,8 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Group runs that differ only in their seed; the unscaled network (none) first, labels distinct."""
     together: dict[frozenset[tuple[str, Any]], list[Run]] = {}
     for run in runs:
-        key = frozenset((k, v) for k, v in settings_in_use(run.config).items() if k not in NOT_COMPARED)
+        same = {k: v for k, v in settings_in_use(run.config).items() if k not in NOT_COMPARED and k != "data.name"}
+        key = frozenset(same.items())
         together.setdefault(key, []).append(run)
     parts = [part for whole in together.values() for part in _by_data(whole)]
     parts.sort(key=lambda part: part[0].config.scaling.method != "none")
@@ -96,10 +97,12 @@ def _labels(representatives: Sequence[Run]) -> list[str]:
 
 
 def _by_data(runs: list[Run]) -> list[list[Run]]:
-    """The runs by data fingerprint where they recorded several, else all together."""
-    if len({run.data for run in runs if run.data}) < 2:
+    """The runs by fingerprint of their data, or by its name where it is not known; all together if neither differs."""
+    names, prints = {run.config.data.name for run in runs}, {run.data for run in runs if run.data}
+    if len(names) == 1 and len(prints) < 2:
         return [runs]
-    return [[run for run in runs if run.data == data] for data in dict.fromkeys(run.data for run in runs)]
+    keys = [run.data or run.config.data.name for run in runs]
+    return [[run for run, key in zip(runs, keys, strict=True) if key == each] for each in dict.fromkeys(keys)]
 
 
 # --------------------------------------------------------------------------------------------------------------- metrics

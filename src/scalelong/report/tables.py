@@ -209,6 +209,7 @@ def notes(comparison: Comparison, refused: Sequence[str] = ()) -> list[str]:
     """One sentence for each caveat: damaged records, gaps, and what cannot be compared."""
     runs, metrics = comparison.runs, comparison.metrics
     found = [f"Left out: {why}." for why in refused]
+    found += [f"Left out: {run.folder}: {_divergence(run)}" for run in comparison.left_out]
     if not comparison.same_data:
         found.append(
             f"The runs were trained on different data ({joined(_data_names(runs))}): losses, oscillations and quality "
@@ -264,7 +265,9 @@ def _about_run(run: Run) -> list[str]:
     found, last, planned = [], run.last_step, run.config.training.steps
     if n := run.damaged_lines:
         found.append(f"{n} damaged line{'s' if n > 1 else ''} in {METRICS}, ignored.")
-    if last < planned:
+    if run.diverged is not None:
+        found.append(_divergence(run))
+    elif last < planned:
         found.append(f"at step {count(last)} of {count(planned)}.")
     if lost := len(run.train) - len(run.column("train", "loss")[0]):
         found.append(f"{lost} of {len(run.train)} records have no finite loss; they are not plotted.")
@@ -276,6 +279,10 @@ def _about_run(run: Run) -> list[str]:
     if skipped := max(run.column("train", "skipped")[1], default=0):
         found.append(f"{skipped:.0f} steps were skipped because the loss or gradient was not finite.")
     return found
+
+
+def _divergence(run: Run) -> str:
+    return f"diverged at step {count(run.diverged or 0)} of {count(run.config.training.steps)} (non-finite loss or gradient)."
 
 
 def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from scalelong.errors import SettingError
 from scalelong.files import (
     check_space,
+    check_writable,
     file_digest,
     inside,
     lock_folder,
     read_json,
     remove_leftovers,
-    write_text,
 )
 from scalelong.runs import CHECKPOINTS, CONFIG, LOCK, MANIFEST, METRICS, SAMPLES, step_number
-from scalelong.runs.config import LARGEST_YAML, from_yaml, to_yaml
+from scalelong.runs.config import LARGEST_YAML, from_yaml
 from scalelong.runs.settings import MAY_CHANGE, RunConfig, differences
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def read_config(folder: str | Path) -> RunConfig:
     kept = from_yaml(copy)
     try:
         config = from_yaml(own)
-        changed = [key for key in differences(config, kept) if key not in MAY_CHANGE]
+        changed = forbidden_changes(kept, config)
         if not changed:
             return config
         problem = f"it says otherwise than the checkpoint on {', '.join(changed)}"
@@ -89,20 +88,28 @@ def check_folder(folder: Path, config: RunConfig) -> None:
     for name in (CONFIG, METRICS, LOCK, CHECKPOINTS, SAMPLES):
         inside(folder, name)  # links out of the folder are refused
     if is_run(folder) and ((folder / METRICS).is_file() or checkpoints(folder)):  # it started
-        changed = {k: v for k, v in differences(read_config(folder), config).items() if k not in MAY_CHANGE}
-        if changed:
+        if changed := forbidden_changes(read_config(folder), config):
             lines = "\n".join(f"  {key}: {old!r} there, {new!r} asked for" for key, (old, new) in changed.items())
             raise ValueError(f"out: {folder / CONFIG} is of another configuration:\n{lines}\nchoose another folder")
     elif not is_run(folder) and folder.is_dir() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"out: {folder} is not empty and holds no {CONFIG}; choose another folder")
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ValueError(f"out: cannot create {folder}: {there} is a file; choose another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"out: no permission to write to {there}; choose another folder")
-    check_space(there, _LEAST_FREE, "a run needs")
+    check_writable(folder)
+    check_space(folder, _LEAST_FREE, "a run needs")
     if (folder / LOCK).is_file():
         lock_folder(folder).close()
+
+
+def forbidden_changes(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The differences with which a run cannot be resumed, as key -> (old, new).
+
+    Data may move: with another path of the same kind, the fingerprint of the data decides.
+    """
+    changed = {key: values for key, values in differences(old, new).items() if key not in MAY_CHANGE}
+    kind, colon, _ = old.data.name.partition(":")
+    same_kind = colon and new.data.name.startswith(f"{kind}:")
+    if same_kind or Path(new.data.name.removeprefix("folder:")).expanduser().is_dir():
+        changed.pop("data.name", None)
+    return changed
 
 
 def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
@@ -115,6 +122,4 @@ def claim_folder(folder: Path, config: RunConfig) -> IO[str]:
     lock = lock_folder(folder)
     for part in (folder, folder / CHECKPOINTS, folder / SAMPLES):
         remove_leftovers(part)
-    if config.training.steps >= max(checkpoints(folder), default=0):  # a complete run keeps its config
-        write_text(folder / CONFIG, to_yaml(config))
     return lock

@@ -65,6 +65,7 @@ class Run:
     validation: Records = field(default_factory=Records)
     validated_on: frozenset[str] = frozenset()  # split and number of images
     linear_probes: tuple[Record, ...] = ()
+    diverged: int | None = None  # the step that ended the run, with a non-finite loss or gradient
 
     @property
     def label(self) -> str:
@@ -167,6 +168,8 @@ def read_run(folder: str | Path) -> Run:
     10
     """
     folder = Path(folder)
+    if folder.name == METRICS and is_run(folder.parent):
+        folder = folder.parent
     if folder.is_file():
         return _read_probe(folder)
     config = read_config(folder)
@@ -177,7 +180,7 @@ def read_run(folder: str | Path) -> Run:
     evaluations: list[Measurement] = []
     linear_probes: list[Record] = []
     validated_on: set[str] = set()
-    damaged = 0
+    damaged, diverged = 0, None
     for record in each_record(inside(folder, METRICS)):
         try:
             if record is None or not is_count(record["step"]):
@@ -189,6 +192,9 @@ def read_run(folder: str | Path) -> Run:
             elif kind == "start":
                 check(isinstance(record.get("data"), str | None))
                 start.append(printable(record))
+                diverged = None  # resumed
+            elif kind == "diverged":
+                diverged = record["step"]
             elif kind == "evaluation":
                 evaluations.append(measurement(printable(record), config.sampling))
             elif kind == "linear_probe":
@@ -196,6 +202,8 @@ def read_run(folder: str | Path) -> Run:
         except (KeyError, TypeError, ValueError):
             damaged += 1
     if not columns["train"]:
+        if diverged is not None:
+            raise ValueError(f"{folder}: diverged at step {diverged}, before its first training record")
         raise ValueError(f"{folder}: {METRICS} has no training record ({damaged} damaged lines); train it further")
     return Run(
         folder,
@@ -206,6 +214,7 @@ def read_run(folder: str | Path) -> Run:
         evaluations=tuple(evaluation for evaluation in evaluations if math.isfinite(evaluation.value)),
         validated_on=frozenset(validated_on),
         linear_probes=tuple(linear_probes),
+        diverged=diverged,
     )
 
 

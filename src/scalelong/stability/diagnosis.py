@@ -61,7 +61,7 @@ def _course(run: Run) -> list[Sentence]:
     change = last / first if first else math.copysign(math.inf, last) if last else 1.0
     found = [Sentence("course", text, change, last >= first and not few)]
     step, total = run.last_step, run.config.training.steps
-    if step < total:
+    if step < total and run.diverged is None:
         text = f"The run is at step {step} of {total}; repeat the training command to continue it."
         found.append(Sentence("course", text, step / total))
     return found
@@ -118,6 +118,9 @@ def _block_gradients(run: Run) -> list[Sentence]:
 
 
 def _steps(run: Run) -> list[Sentence]:
+    if (at := run.diverged) is not None:
+        text = f"The run ended at step {at} of {run.config.training.steps}: its loss or gradient was not finite."
+        return [Sentence("steps", text, at, True)]
     skipped = int(max(run.column("train", "skipped")[1], default=0))
     text = f"{skipped} of {run.last_step} steps were skipped because their loss or gradient was not finite."
     return [Sentence("steps", text, skipped, skipped > 0)]
@@ -173,7 +176,9 @@ def _advice(found: Sequence[Sentence], config: RunConfig, elsewhere: bool = Fals
     if number := alarms.get("steps"):
         how = "fp32" if config.training.precision == "fp16" else "a longer --optimizer.warmup-steps"
         now = f"{config.training.precision}, warm-up {optimizer.warmup_steps}"
-        tips.append((f"{how} (now {now}): {number:g} steps were skipped", number))
+        tips.append((f"{how} (now {now}): a loss or gradient was not finite", number))
+        if "features" not in alarms:
+            tips.append((f"{half}: a loss or gradient was not finite", number))
     if (number := alarms.get("course")) is not None:
         tips.append((f"{tenth}: the loss did not fall", number))
     return [Sentence("try", f"Try {tip}.", number) for tip, number in tips] or [NOTHING]

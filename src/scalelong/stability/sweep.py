@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from scalelong.errors import StoppedError
+from scalelong.errors import NonFiniteError, StoppedError
 from scalelong.progress import Progress, hide
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
@@ -37,6 +37,8 @@ def sweep(
     configs = {}
     for name in methods:
         method, _, kappa = name.partition(":")
+        if kappa and "kappa" not in replace(preset.scaling, method=method).options():
+            raise ValueError(f"methods: {name!r}, but {method} has no kappa; leave out :{kappa}")
         try:
             scaling = replace(preset.scaling, method=method, kappa=float(kappa) if kappa else preset.scaling.kappa)
         except ValueError:
@@ -53,7 +55,12 @@ def train_in_turn(configs: Mapping[str, RunConfig], out: Path) -> None:
     for position, (name, config) in enumerate(configs.items(), 1):
         if is_main_rank():
             logger.info("run %d of %d: %s", position, len(configs), name)
-        if (stopped := _train(config, out / name)) is not None:
+        try:
+            stopped = _train(config, out / name)
+        except NonFiniteError as error:
+            logger.warning("%s diverged, the other runs continue: %s", name, error)
+            continue
+        if stopped is not None:
             raise StoppedError(f"stopped in {name} at step {stopped}; repeat the command to continue")
 
 

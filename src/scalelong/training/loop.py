@@ -19,11 +19,11 @@ from scalelong.data import Batch, make_loader
 from scalelong.data.images import save_grid
 from scalelong.data.loader import caption_rows
 from scalelong.diffusion import draw_time_and_noise
-from scalelong.errors import WriteError
+from scalelong.errors import NonFiniteError, WriteError
 from scalelong.failpoints import failpoint
-from scalelong.files import check_space, disk_error, inside
+from scalelong.files import check_space, disk_error, inside, write_text
 from scalelong.progress import Progress
-from scalelong.runs import CHECKPOINTS, SAMPLES, step_name
+from scalelong.runs import CHECKPOINTS, CONFIG, SAMPLES, step_name
 from scalelong.runs.config import to_yaml
 from scalelong.runs.events import CHECKPOINT_KIND, Events, check_fingerprint, fingerprint
 from scalelong.runs.folder import check_folder, claim_folder
@@ -80,12 +80,9 @@ class Trainer:
             self.source = build_source(config)
             self.condition = make_condition(config, self.source, self.device)
         self.model = build_model(config, self.source.shape, self.condition.conditioning).to(self.device)
-        self._lock: IO[str] | None = None
+        count, size = training.keep + 1, 4 * sum(p.nbytes for p in self.model.parameters())  # with average, moments
         if self.ranks.is_main_process:
-            self._lock = claim_folder(self.folder, config)
-            count, size = training.keep + 1, 4 * sum(p.nbytes for p in self.model.parameters())  # with average, moments
             check_space(self.folder, count * size, f"{count} checkpoints need")
-        self.ranks.barrier()
         self.objective = build_objective(config)
         reading = (data.flip, data.workers, data.resident_mb * 2**20, data.worker_timeout)
         self.loader = make_loader(self.source, training.seed, self.device, *reading)
@@ -106,13 +103,19 @@ class Trainer:
         self.pending: Pending | None = None  # results of the last step, not read yet
         self.stop_requested = False  # on this rank
         self.stopping = False  # on some rank, known to all
-        self._events: Events | None = None  # on the main rank
+        self._lock: IO[str] | None = None  # on the main rank, as the next one
+        self._events: Events | None = None
 
     def run(self) -> Path:
         """Train to the end, or until stopped, and return the run folder."""
         training, is_main = self.config.training, self.ranks.is_main_process
         try:
+            if is_main:
+                self._lock = claim_folder(self.folder, self.config)
+            self.ranks.barrier()
             resumed = self._resume()
+            if is_main and self.step <= training.steps:  # a complete run keeps its config
+                write_text(self.folder / CONFIG, to_yaml(self.config))
             if self.step >= training.steps:
                 logger.info("%s is complete at step %d", self.folder, self.step)
                 return self.folder
@@ -193,7 +196,11 @@ class Trainer:
         result = pending.read()
         self.window.add(result)
         self.stopping = result.stop
-        bad = self.guard.review(self.step, result, pending.suspects)
+        try:
+            bad = self.guard.review(self.step, result, pending.suspects)
+        except NonFiniteError:
+            self._record("diverged", {"loss": result.loss, "gradient_norm": result.gradient_norm})
+            raise
         if bad is not None:
             if bad["policy"] == "rewind":
                 self._rewind()

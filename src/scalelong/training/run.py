@@ -134,7 +134,7 @@ def _load_checkpoint(folder: Path, weights: str, step: int | None) -> TrainedRun
             f"{folder}: is a checkpoint, not a run folder; give the run, and checkpoint to choose a step"
         )
     if not found:
-        raise CheckpointError(f"{folder}: holds no checkpoint yet; train it up to training.checkpoint_every")
+        raise CheckpointError(f"{folder}: holds no checkpoint yet; train it further")
     if step is not None and step not in found:
         raise ValueError(f"step: no checkpoint at {step}; available: {', '.join(map(str, found))}")
     newest = load_newest(inside(folder, CHECKPOINTS), weights) if step is None else None
