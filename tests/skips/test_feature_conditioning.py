@@ -171,8 +171,9 @@ def test_bad_input_is_refused() -> None:
     assert "a model inside or around it" in wrong((around, (), {}), tap="inner.mid_block", targets="inner.mid_block")
     with pytest.raises(ValueError, match="is not conditioned"):
         scalelong.remove(unet()[0], "features")
-    with pytest.raises(TypeError, match="Sequential"):
-        scalelong.condition_on_features(nn.Sequential(nn.Linear(2, 2)))
+    for container in (nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()):
+        with pytest.raises(TypeError, match=f"a {type(container).__name__} would run the conditioning as a layer"):
+            scalelong.condition_on_features(container)
 
 
 class TwoStreams(nn.Module):
@@ -285,9 +286,8 @@ class Layout(nn.Module):
 
     def __init__(self, convolutions: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Conv1d(6, 6, 3, padding=1) if convolutions else nn.Linear(6, 6) for _ in range(2)
-        )
+        layers = (nn.Conv1d(6, 12, 3, padding=1), nn.ConvTranspose1d(12, 6, 3, padding=1))
+        self.blocks = nn.ModuleList(layers if convolutions else (nn.Linear(6, 12), nn.Linear(12, 6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -302,7 +302,7 @@ def test_channels_are_where_the_weights_have_them(convolutions: bool, tmp_path: 
     model, shapes = Layout(convolutions), [(2, 6, 8), (2, 6, 12)] if convolutions else [(2, 8, 8, 6), (2, 4, 4, 6)]
     example = torch.randn(shapes[0])
     conditioning = scalelong.condition_on_features(model, "blocks.0", targets="blocks.1", example=example)
-    assert conditioning.route.widths == (6, 6)
+    assert conditioning.route.widths == (12, 6)
     with torch.no_grad():
         conditioning.gate.fill_(1.0)
     loaded = scalelong.load(Layout(convolutions), scalelong.save(model, tmp_path / "saved"), example=example)

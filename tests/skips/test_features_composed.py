@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -163,3 +164,51 @@ def test_blocks_compiled_one_by_one() -> None:
     for block in model.transformer_blocks:
         block.compile(backend="eager")
     torch.testing.assert_close(output(case), before)
+
+
+def test_a_forward_without_gradients_before_the_backward() -> None:
+    """As in consistency training, whose targets are those of the network itself: the gradients stay the same."""
+    gradients = []
+    for between in (False, True):
+        case = dit()
+        model = case[0].train()
+        model.enable_gradient_checkpointing()
+        conditioning = condition(case)
+        with torch.no_grad():
+            conditioning.gate.fill_(1.0)
+        loss = output(case).square().mean()
+        if between:
+            with torch.no_grad():
+                model(torch.randn(2, 4, 8, 8), **case[2])
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_model_in_several_threads_is_refused() -> None:
+    case = own()
+    condition(case)
+    before = output(case)
+    hook = case[0].layers[1].register_forward_pre_hook(lambda *_: other(), prepend=True)
+
+    def other() -> None:
+        hook.remove()
+        thread = Thread(target=output, args=(case,))
+        thread.start()
+        thread.join()
+
+    with pytest.raises(RuntimeError, match="another thread is running this model; use a copy of it in each thread"):
+        output(case)
+    assert torch.equal(output(case), before)
+
+
+def test_linear_layers_that_store_their_weights_in_another_form() -> None:
+    case = dit()
+    if not hasattr(case[0].eval(), "enable_layerwise_casting"):
+        pytest.skip("new in diffusers 0.33")
+    conditioning = condition(case)
+    with torch.no_grad():
+        conditioning.gate.fill_(1.0)
+    before = output(case)
+    case[0].enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    torch.testing.assert_close(output(case), before, rtol=0.1, atol=0.1)

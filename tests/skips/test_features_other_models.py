@@ -199,3 +199,22 @@ def test_taps_with_other_samples_than_the_condition_are_refused(batch: int) -> N
     model, example = Frames(lambda: nn.Linear(6, 6), ()), (_randn(batch, 5, 3, 6).mean(2), torch.rand(batch))
     with pytest.raises(ValueError, match=rf"the emb of blocks.1 has {batch} samples, the tap has {5 * batch}"):
         scalelong.condition_on_features(model, **NET, example=example)
+
+
+class Context(Net):
+    """The condition is a learned one, of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(6, 6), (5, 6))
+        self.context = nn.Parameter(torch.randn(1, 5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, emb=self.context)
+        return x
+
+
+def test_one_token_of_a_condition_for_all_samples() -> None:
+    torch.manual_seed(0)
+    model, inputs = Context(), {"x": _randn(2, 5, 6)}
+    check(model, inputs, {**NET, "token": 1})

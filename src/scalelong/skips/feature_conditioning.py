@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -76,7 +77,7 @@ class FeatureConditioning(nn.Module):
         else:
             scores = tokens @ self.query.to(tokens.dtype) / tokens.shape[-1] ** 0.5
             pooled = (scores.softmax(dim=1)[..., None].to(tokens.dtype) * tokens).sum(dim=1)
-        change: Tensor = self.gate * self.proj(self.norm(pooled.to(self.proj.weight.dtype)))
+        change: Tensor = self.gate * self.proj(self.norm(pooled.to(self.gate.dtype)))
         return change
 
     def extra_repr(self) -> str:
@@ -171,6 +172,8 @@ class Passing:
 
     change: Tensor | None = None
     sequence: int | None = None  # autograd's number of the node that made the change
+    before: tuple[Tensor | None, int | None] | None = None  # a forward without gradients puts these back at its end
+    thread: int | None = None  # None: compiled
     recomputes_all: bool = False  # the whole model is inside an activation checkpoint
 
     def __deepcopy__(self, _memo: object) -> Passing:
@@ -193,14 +196,18 @@ def start_forward(model: nn.Module, _args: Any) -> None:
     """Forward-pre-hook of the model."""
     if hooks.adapted(model, FEATURES_NAME, FeatureConditioning):
         _follow_adapter(model)
-    passing = conditioning_of(model).passing
-    passing.change, passing.recomputes_all = None, _recomputing()
+    passing, kept = conditioning_of(model).passing, torch.is_grad_enabled() or torch.compiler.is_compiling()
+    passing.before = None if kept else (passing.change, passing.sequence)
+    passing.change, passing.recomputes_all, passing.thread = None, _recomputing(), _thread()
 
 
 def end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
     """Forward hook of the model. Eager activation checkpoints read the change again in the backward pass."""
+    passing = conditioning_of(model).passing
     if torch.compiler.is_compiling():
-        conditioning_of(model).passing.change = None
+        passing.change = None
+    elif passing.before is not None and passing.thread == _thread():
+        (passing.change, passing.sequence), passing.before = passing.before, None
 
 
 def _follow_adapter(model: nn.Module) -> None:
@@ -221,7 +228,7 @@ def tap_or_change_output(module: nn.Module, _args: Any, output: Any) -> Any:
         change = conditioning(_tensor_at(output, here.item))
         passing = conditioning.passing
         if not here.output and (passing.recomputes_all or not _recomputing()):
-            passing.change = change
+            passing.change, passing.thread = change, _thread()
             if not torch.compiler.is_compiling():
                 passing.sequence = change.grad_fn._sequence_nr() if change.grad_fn is not None else None
     if not here.output:
@@ -247,6 +254,10 @@ def change_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _received(conditioning: FeatureConditioning, module: nn.Module) -> Tensor:
     """The change that the tap has passed on in this forward, also where a checkpoint recomputes a target."""
     passing, tap = conditioning.passing, conditioning.route.tap
+    if not (torch.compiler.is_compiling() or _recomputing()) and passing.thread not in (None, _thread()):
+        raise RuntimeError(
+            "feature_conditioning: another thread is running this model; use a copy of it in each thread"
+        )
     if passing.change is None:
         raise RuntimeError(f"tap: {tap} has not run before {type(module).__name__}, which it conditions")
     if torch.compiler.is_compiling() or passing.recomputes_all or not _recomputing():
@@ -265,6 +276,10 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def _thread() -> int | None:
+    return None if torch.compiler.is_compiling() else threading.get_ident()
+
+
 def _tensor_at(output: Any, item: int = 0) -> Tensor:
     found: Tensor = output if isinstance(output, Tensor) else output[item]
     return found
@@ -278,6 +293,7 @@ def _add(condition: Tensor, change: Tensor, route: Route) -> Tensor:
         shape = [len(change), *[1] * (condition.ndim - 1)]
         shape[route.channels[1] or (2 if condition.ndim == 3 else 1)] = -1
         return condition + change.reshape(shape)
+    condition = condition.expand(len(change), -1, -1)
     before, one, after = condition.tensor_split([route.token, route.token + 1], dim=1)
     return torch.cat([before, one + change[:, None], after], dim=1)
 

@@ -40,7 +40,9 @@ def channels_of(module: nn.Module, output: Tensor) -> int:
     """
     shapes = [parameter.shape for parameter in module.parameters()]
     if output.ndim == 3:
-        return int(any(len(shape) == 3 and shape[0] == output.shape[1] > 1 for shape in shapes))
+        widths = {shape[0] for shape in shapes if len(shape) == 3}
+        widths |= {part.out_channels for part in module.modules() if isinstance(part, nn.ConvTranspose1d)}
+        return int(output.shape[1] in widths - {1})
     widths = {shape[0] for shape in shapes if len(shape) == 2}
     linear = output.ndim > 3 and all(len(shape) < 3 for shape in shapes)
     return output.ndim - 1 if linear and output.shape[-1] in widths and output.shape[1] not in widths else 0

@@ -58,8 +58,9 @@ def condition_on_features(
     tensor([0.], requires_grad=True)
     """
     hooks.check_unwrapped(model)
-    if isinstance(model, nn.Sequential):
-        raise TypeError("model: a Sequential would run the conditioning as a layer; make it an attribute of a module")
+    if isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        kind = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch."))
+        raise TypeError(f"model: a {kind} would run the conditioning as a layer; make it an attribute of a module")
     if has_hooks(model):
         twice = f"this {type(model).__name__}, or a model inside or around it, is conditioned on its features already"
         raise ValueError(f"model: {twice}; call scalelong.remove(model, 'features') first")
