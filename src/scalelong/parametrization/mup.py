@@ -56,7 +56,8 @@ def parametrize(model: nn.Module, base: nn.Module, *, initialize: bool = True, s
 def plan_for(model: nn.Module, base: nn.Module, initialize: bool = True, same_width: bool = False) -> Plan:
     """What `parametrize` would do."""
     check_unparametrized(model)
-    for name in (name for name, parameter in model.named_parameters() if parameter.is_meta and initialize):
+    planned = not initialize or torch.get_default_device().type == "meta"  # nothing is to have values
+    for name in (name for name, parameter in model.named_parameters() if parameter.is_meta and not planned):
         empty = f"{name} is on the meta device and has no values to rescale; build the model on a device"
         raise ValueError(f"model: {empty}, or pass initialize=False to load weights that were trained in muP")
     shapes = base_shapes(model, base)
