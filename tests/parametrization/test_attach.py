@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel, UNet2DModel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -168,6 +168,24 @@ def test_diffusers_keeps_the_parametrization(load: str, tmp_path) -> None:
     name = "transformer_blocks.0.attn1.to_k.weight"
     sizes = [float(each.get_parameter(name).detach().std()) for each in (fresh, network)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+
+
+def test_diffusers_keeps_several_head_sizes(tmp_path) -> None:
+    """The file has the names of attention layers in alphabetical order, the model has not."""
+
+    def unet(width: int) -> UNet2DModel:
+        blocks = {
+            "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
+        }
+        return UNet2DModel(sample_size=8, block_out_channels=(width, 2 * width), norm_num_groups=4, attention_head_dim=None,
+                           layers_per_block=1, **blocks)  # fmt: skip
+
+    network = mup.parametrize(unet(16), meta(unet, 8))
+    network.save_pretrained(tmp_path)
+    again = UNet2DModel.from_pretrained(tmp_path, low_cpu_mem_usage=False).eval()
+    call = {"sample": torch.randn(1, 3, 8, 8), "timestep": 3}
+    torch.testing.assert_close(again(**call).sample, network.eval()(**call).sample)
 
 
 def test_weights_of_another_parametrization_are_refused_and_nothing_is_loaded(tmp_path) -> None:

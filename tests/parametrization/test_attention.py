@@ -158,6 +158,15 @@ def test_attention_is_refused_by_its_class_and_number_of_heads() -> None:
     mup.parametrize(model, nn.ModuleList([meta(Attention, 16, ("query_key_value",))]))  # more heads, of the same size
 
 
+def test_a_module_with_more_heads_than_rows_is_no_attention() -> None:
+    class AttentionBias(nn.Linear):
+        def __init__(self, width: int) -> None:
+            super().__init__(3, width)
+            self.num_heads = 200  # more than the layer has rows
+
+    assert not plan_of(mup.parametrize(AttentionBias(64), meta(AttentionBias, 16))).heads
+
+
 @pytest.mark.parametrize("name", ["q_rms_norm", "query_norm", "q_layernorm"])
 def test_a_multiplier_is_behind_the_norm_of_queries(name: str) -> None:
     """In front of it, it would have no effect."""

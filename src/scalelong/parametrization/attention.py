@@ -45,7 +45,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
             others[name] = size or widest // heads
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
-        if name in known or not any(inside):  # else it is a block, whose attention is inside
+        if size and (name in known or not any(inside)):  # else it is a block, whose attention is inside
             yield name, model.get_submodule(name), size
 
 

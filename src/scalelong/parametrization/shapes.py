@@ -106,7 +106,8 @@ def make_plan(
     sizes: Mapping[str, float] | None = None,
 ) -> Plan:
     """Roles and multipliers from the shapes, head sizes and, if they are known, root mean squares at base width."""
-    plan = Plan(heads=dict(heads or {}))
+    found_heads, heads = [*attentions(model)], heads or {}
+    plan = Plan(heads={path: heads[path] for path, _, _ in found_heads if path in heads})  # files may sort them
     names, tried = {id(parameter): name for name, parameter in model.named_parameters()}, set[type]()
     for path, module in model.named_modules():
         swapped = transposed(module)
@@ -126,7 +127,7 @@ def make_plan(
                 initial = found.initial * law if initialize else 1.0
                 multiplier = plan.roles[name].multiplier if name in plan.roles else found.multiplier
                 plan.roles[name] = TensorRole(found.role, found.base, initial, multiplier, found.lr)
-    for path, module, size in attentions(model):
+    for path, module, size in found_heads:
         factor = math.sqrt(plan.heads.get(path, size) / size)
         if factor == 1:
             continue
