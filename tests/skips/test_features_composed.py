@@ -153,6 +153,22 @@ def test_compiles(make: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_model_with_activation_checkpoints() -> None:
+    """Dynamo runs the checkpointed blocks eagerly, and again in the backward pass."""
+    gradients = []
+    for compiled in (False, True):
+        case = dit()
+        model = case[0].train()
+        model.enable_gradient_checkpointing()
+        conditioning = condition(case)
+        with torch.no_grad():
+            conditioning.gate.fill_(1.0)
+        output(case, torch.compile(model, backend="aot_eager") if compiled else None).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_blocks_compiled_one_by_one() -> None:
     """Dynamo shares the code of equal blocks and does not guard on hooks that a block lacks."""
     case = dit()
