@@ -17,8 +17,10 @@ import torch
 from PIL import Image
 
 import scalelong
+from scalelong.cli.demo import METHODS
 from scalelong.cli.main import VERBS, as_flags, main
-from scalelong.runs.settings import differences
+from scalelong.runs.settings import RunConfig, differences
+from scalelong.stability.sweep import sweep
 from scalelong.training import from_yaml, load_run, to_yaml
 from scalelong.training.run import TrainedRun
 from tests.training.tiny import tiny
@@ -42,6 +44,24 @@ def test_every_verb_has_a_help_with_an_example(verb: str, capsys) -> None:
     assert "\nExample:" in printed
     assert printed.count("Example:") == printed.count("\nExample:"), "examples run into each other"
     assert not re.search(r"^\W*STR\b", printed, re.M), "an argument has no name"
+
+
+@pytest.mark.parametrize("verb", ["sample", "report", "export"])
+def test_examples_name_runs_of_the_demo(verb: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    named = re.findall(r"runs/demo/(\S+)", capsys.readouterr().out)
+    assert named
+    assert {*named} <= sweep(RunConfig(), METHODS, [0]).keys()
+
+
+def test_colours_are_left_out_if_asked() -> None:
+    command = [sys.executable, "-m", "scalelong.cli.main", "sample", "--help"]
+    code = f"import pty, sys; sys.exit(pty.spawn({command!r}))"  # on a terminal
+    for without, coloured in (("", True), ("1", False)):
+        environment = os.environ | {"NO_COLOR": without, "TERM": "xterm"}
+        shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+        assert (b"\x1b[" in shown) == coloured
 
 
 def test_without_a_verb_the_verbs_are_listed(capsys) -> None:
@@ -120,6 +140,7 @@ def test_a_run_that_ends_in_its_warm_up_is_noted(capsys) -> None:
 
 def test_remedies_name_the_flags_of_every_part() -> None:
     assert as_flags("x: bad; set features.tap", "train") == "x: bad; set --features.tap"
+    assert as_flags("a.yaml: bad; did you mean 'training.steps'?", "train").endswith("'training.steps'?")
     assert as_flags("x: bad; set mup.base_width=0", "train") == "x: bad; set --mup.base-width 0"
 
 
@@ -255,6 +276,8 @@ def test_seeds_of_evaluations_are_different_ones(run, capsys) -> None:
 def test_a_gpu_that_is_not_there_is_refused(run, capsys) -> None:
     assert main(["evaluate", str(run), "--extractor", "random-conv", "--device", "cuda"]) == 1
     assert "device: cuda is asked for, but torch finds no GPU" in capsys.readouterr().err
+    assert main(["sample", str(run), "--device", "tpu"]) == 1
+    assert "device: must be cpu or cuda, got tpu" in capsys.readouterr().err
 
 
 def test_data_is_checked(capsys, tmp_path) -> None:

@@ -14,11 +14,11 @@ from scalelong.cli.arguments import RunFolder
 class Export:
     """Export a run with a model card: weights for scalelong, or a diffusers pipeline.
 
-    Example: scalelong export runs/demo/cs --out exported/digits-cs
+    Example: scalelong export runs/demo/cs-seed0 --out exported/digits-cs
 
-    Example: scalelong export runs/demo/cs --format diffusers --out exported/digits-pipeline
+    Example: scalelong export runs/demo/cs-seed0 --format diffusers --out exported/digits-pipeline
 
-    Example: scalelong export runs/demo/cs --out exported/digits-cs --push-to-hub me/digits-cs --private
+    Example: scalelong export runs/demo/cs-seed0 --out exported/digits-cs --push-to-hub me/digits-cs --private
     """
 
     run: RunFolder  # the run's folder

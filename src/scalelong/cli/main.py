@@ -38,7 +38,7 @@ VERBS = {
 }
 
 _PARTS = "|".join(field.name for field in fields(RunConfig))
-_SETTING = re.compile(rf"(?<![-\w.])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?![\w(])(?:=(?:True\b|'?(\w*)'?))?")
+_SETTING = re.compile(rf"(?<![-\w.'])((?:{_PARTS})\.)?([a-z]+(?:_[a-z]+)*)(?![\w(])(?:=(?:True\b|'?(\w*)'?))?")
 _ARGUMENTS = {"allow_amplify": "scaling.", "axis": "scaling.", "source": ""}  # of Python that are named in remedies
 
 _LIST = "\n".join(f"  {verb:11}  {what}" for verb, what in VERBS.items())
@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the terminal may not support all characters
+    if os.environ.get("NO_COLOR"):
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[LogHandler()])
     if not os.environ.get("SCALELONG_DEBUG"):
         warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # without the line of code

@@ -16,7 +16,7 @@ from scalelong.report import read_runs, write_report
 class Report:
     """Write an HTML report of runs: curves, oscillation, coefficients, samples and a text summary.
 
-    Example: scalelong report runs/demo/none runs/demo/cs --out report.html
+    Example: scalelong report runs/demo/none-seed0 runs/demo/cs-seed0 --out report.html
     """
 
     runs: RunFolders = ()  # run folders, folders of run folders, or files of an OscillationProbe

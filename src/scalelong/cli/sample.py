@@ -1,6 +1,6 @@
 """Sample images from a run into a PNG grid and an npz file; uses the run's sampling settings by default.
 
-Example: scalelong sample runs/demo/cs --num-samples 64 --seed 1
+Example: scalelong sample runs/demo/cs-seed0 --num-samples 64 --seed 1
 
 Example: scalelong sample runs/cifar --classes cat,dog,3 --guidance 2
 

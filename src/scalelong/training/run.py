@@ -113,7 +113,7 @@ def load_run(
     torch.Size([3, 1, 8, 8])
     """
     folder = Path(folder)
-    if torch.device(device).type not in ("cpu", "cuda"):
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device: must be cpu or cuda, got {device}; sampling needs float64 on the device, use cpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: {device} is asked for, but torch finds no GPU; use cpu")
