@@ -26,6 +26,13 @@ def test_several_folders_are_reported_where_asked(tmp_path: Path, capsys: pytest
     assert "c: is not a run folder" in (tmp_path / "r.html").read_text()
 
 
+def test_the_file_of_a_probe_is_reported_in_the_current_folder(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "probe.jsonl").write_text('{"step": 1, "loss": 0.5, "norm/mid": 1.0}\n{"step": 2, "norm/mid": 1.5}\n')
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "probe.jsonl"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"probe.jsonl", "report.html"}
+
+
 @pytest.mark.parametrize("arguments", [[], ["nowhere"]])
 def test_nothing_to_show_is_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 1

@@ -67,6 +67,10 @@ def test_nothing_is_written_before_training_starts(tmp_path, monkeypatch, capsys
     assert main(["train", "digits-demo", *flags]) == 1
     assert "validate-split: digits has no 'tset'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("scalelong.training.build.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"training\.wandb_project: wandb is not installed"):
+        train(tiny(training_wandb_project="x"), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
     free = shutil.disk_usage(tmp_path)._replace(free=20 * 10**6)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(OSError, match="1001 checkpoints need"):

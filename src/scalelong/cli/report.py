@@ -20,7 +20,7 @@ class Report:
     """
 
     runs: RunFolders = ()  # run folders, folders of run folders, or files of an OscillationProbe
-    out: str = ""  # default: report.html in the given folder, or in the current folder if several are given
+    out: str = ""  # default: report.html in the given folder, or in the current folder for several or a file
 
 
 def main(arguments: list[str]) -> None:
@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> None:
     runs, refused = read_runs(command.runs)
     for why in refused:
         print(f"left out: {why}", file=sys.stderr)
-    default = Path(command.runs[0]) / "report.html" if len(command.runs) == 1 else Path("report.html")
+    home = Path(command.runs[0])
+    default = home / "report.html" if len(command.runs) == 1 and home.is_dir() else Path("report.html")
     path = write_report(runs, command.out or default, refused)
     print(f"{len(runs)} run(s): {path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -149,10 +149,8 @@ def _line(step: int, kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _wandb(folder: Path, project: str) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]'") from None
+    import wandb
+
     kept = inside(folder, "wandb-id")  # a run is known by this, not by the folder's name
     if not kept.is_file():
         write_text(kept, secrets.token_hex(4))

@@ -73,6 +73,8 @@ def check_config(config: RunConfig, world_size: int = 1, on_gpu: bool = False) -
         raise ValueError("training.compile: reduce-overhead does not go with distillation.weight; use default")
     if training.precision == "fp16" and not on_gpu:
         raise ValueError("training.precision: fp16 needs a GPU; use fp32 (or bf16) on a CPU")
+    if training.wandb_project and find_spec("wandb") is None:
+        raise ImportError("training.wandb_project: wandb is not installed; pip install 'scalelong[wandb]'")
     if condition.kind == "text" and not condition.encoder:
         raise ValueError("condition.encoder: text needs one; use minilm, a hub name or a folder of transformers")
     if sampling.guidance != 1 and (condition.kind == "none" or condition.drop == 0):
