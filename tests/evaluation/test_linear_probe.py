@@ -221,7 +221,12 @@ def test_augmentation_keeps_the_image_inside() -> None:
 
 def test_published_protocol_says_how_it_selects() -> None:
     (images, labels), test_part = digits()
-    found = linear_probe(network(), (images[:256], labels[:256]), test_part, levels=[0.1], protocol="ddae")
+    options: dict[str, Any] = {"levels": [0.1], "protocol": "ddae"}
+    untrained, found = (
+        linear_probe(network(seed), (images[:256], labels[:256]), test_part, **options, random_network=other)
+        for seed, other in ((1, None), (0, network(1)))
+    )
+    assert found.random_network == pytest.approx(untrained.accuracy, abs=0.01)
     assert found.protocol == "ddae, selected on test"
     assert found.accuracy == max(max(row) for row in found.held_out)
 
@@ -249,6 +254,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
             {"test": (test_part[0].to(torch.uint8), test_part[1])},
             "test: images must be a tensor of floats in [-1, 1], got torch.uint8",
         ),
+        ({"random_network": network(), "call": lambda *_: 1 / 0}, "random_network: cannot be run by `call`"),
         ({"blocks": []}, "blocks: must be at least one module"),
         ({"batch_size": 0}, "batch_size: must be at least 1, got 0"),
         ({"test": (test_part[0], test_part[1] - 1)}, "test: labels must be integers from 0 on, got -1"),

@@ -123,6 +123,8 @@ def linear_probe(
     require(images >= 2 * classes, "images", f"at least {2 * classes}, two for every class", images)
     if protocol not in ("held-out", "ddae"):
         raise unknown_name("protocol", protocol, ("held-out", "ddae"))
+    if random_network is not None and call is not None:
+        raise ValueError("random_network: cannot be run by `call`; probe it separately")
     process = get_process(process) if isinstance(process, str) else process
     names = stages(model) if blocks is None else [blocks] if isinstance(blocks, str) else list(dict.fromkeys(blocks))
     modules = dict(model.named_modules())
@@ -143,11 +145,9 @@ def linear_probe(
     else:
         result = _select_and_test(probed, train, test, classes, noise, times, images, held_out)
     if random_network is not None:
-        options = {"blocks": names, "levels": wanted, "images": images, "held_out": held_out, "cache": cache}
+        options = {"blocks": names, "levels": wanted, "images": images, "held_out": held_out, "protocol": protocol}
         given = {"process": process, "condition": condition, "seed": seed, "batch_size": batch_size}
-        if call is not None:
-            raise ValueError("random_network: cannot be run by `call`; probe it separately")
-        untrained = linear_probe(random_network, train, test, **options, **given).accuracy  # type: ignore[arg-type]
+        untrained = linear_probe(random_network, train, test, cache=cache, **options, **given).accuracy  # type: ignore[arg-type]
         result = replace(result, random_network=untrained)
     if pixels:
         flat = [part[0].flatten(1).to(probed.device) for part in (train, test)]

@@ -204,9 +204,7 @@ def start_forward(model: nn.Module, _args: Any) -> None:
 def end_forward(model: nn.Module, _args: Any, _output: Any) -> None:
     """Forward hook of the model. Eager activation checkpoints read the change again in the backward pass."""
     passing = conditioning_of(model).passing
-    if (
-        torch.compiler.is_compiling() and passing.thread is None
-    ):  # the tap too is compiled, and its graph owns the change
+    if torch.compiler.is_compiling() and passing.thread is None:  # the tap was compiled: its graph owns the change
         passing.change = None
     elif passing.before is not None and passing.thread == _thread():
         (passing.change, passing.sequence), passing.before = passing.before, None
