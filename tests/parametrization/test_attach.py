@@ -238,6 +238,12 @@ def test_twice_is_refused() -> None:
     assert len(whole[0][4]._forward_pre_hooks) == 1
 
 
+@pytest.mark.parametrize("function", [mup.roles, mup.role_table, mup.fold, lambda it: mup.param_groups(it, 1e-3)])
+def test_what_is_not_a_module_is_refused(function) -> None:
+    with pytest.raises(TypeError, match=r"model: must be a torch\.nn\.Module, got list"):
+        function([mlp(16)])
+
+
 def test_a_model_without_values_is_refused() -> None:
     model = meta(mlp, 64)
     with pytest.raises(ValueError, match=r"model: 0\.weight is on the meta device .* or pass initialize=False"):
@@ -267,6 +273,9 @@ def test_layers_that_an_adapter_replaced_are_named() -> None:
     torch.testing.assert_close(model(x), expected)  # the multiplier stays on the layer inside
     with pytest.raises(ValueError, match=r"2\.bias is not among the parameters .* with adapters \(LoRA\) give"):
         mup.param_groups(model, 1e-3)
+    with pytest.raises(ValueError, match="fold: 4 has no weight of its own"):
+        mup.fold(model)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_an_optimizer_made_before_is_refused() -> None:

@@ -129,7 +129,13 @@ def test_a_scale_that_is_a_tensor_or_not_1_over_sqrt_d_is_refused() -> None:
         )  # two heads of queries, one of keys and values
         return model
 
-    refused(of_the_width, "Attention has heads of 32, of 8 at base width, and a fixed scale")
+    def over_d(width: int) -> nn.Module:
+        model = Attention(width, ("q", "k", "v"))
+        model.scale = 2 / width  # 1 / d already
+        return model
+
+    refused(of_the_width, "Attention has heads of 32, of 8 at base width, and a scale of 0.125, which is not 1 / sqrt")
+    refused(over_d, "and a scale of 0.03125, which is not 1 / sqrt")
     refused(fewer_keys, "Attention has heads of 32, of 8 at base width, and a fixed scale")
     refused(learned, "Attention has heads of 32, of 8 at base width, and a fixed scale")
     refused(unscaled, "and a scale of 1, which is not 1 / sqrt")

@@ -76,10 +76,37 @@ def test_plots_tables_and_errors(tmp_path) -> None:
     for widths in ((16,), (16, 32.5), "wide"):
         with pytest.raises(ValueError, match="widths: must be at least two different widths"):
             coordinate_check(net, widths, **options)
+    for wrong, message in (
+        ({"base_width": 0}, "base_width: must be a width, got 0"),
+        ({"parametrization": None}, "parametrization: unknown None"),
+        ({"loss": lambda output: output}, r"loss: must be a function that returns a single number, got \(1, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            coordinate_check(net, (16, 32), **{**options, **wrong})
+    with pytest.raises(TypeError, match=r"make_model: must return a torch\.nn\.Module, got int"):
+        coordinate_check(lambda width: width, (16, 32), **options)
     with pytest.raises(ValueError, match="example: the forward of Sequential fails on it"):
         coordinate_check(net, (16, 32), example=torch.ones(1, 7))
     with pytest.raises(ValueError, match="make_model: no tensor of this Linear depends on the width"):
         coordinate_check(lambda _: nn.Linear(3, 4), (16, 32), **options)
+
+
+class WithNumbers(nn.Module):
+    """Returns integers before its output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = net(width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(3), self.net(x)
+
+
+def test_the_first_output_with_a_gradient_is_trained() -> None:
+    options = {"widths": (16, 32), "example": torch.ones(1, 3), "seeds": 1}
+    assert coordinate_check(WithNumbers, **options).activations["net.4"][1:].all()
+    with pytest.raises(ValueError, match="the forward of Sequential returns no tensor of real numbers that depends on"):
+        coordinate_check(lambda width: net(width).requires_grad_(False), **options)
 
 
 def test_an_output_that_is_normalized_cannot_start_at_0() -> None:

@@ -186,6 +186,16 @@ def test_embeddings_and_scales_of_other_names_are_not_readouts() -> None:
     torch.testing.assert_close(model(torch.tensor([[2, 4]])), model[0].weight[[2, 4]][None] / 2)
 
 
+def test_quantized_weights_are_refused() -> None:
+    def make(width: int) -> nn.Module:
+        model = nn.Linear(width, width)
+        model.weight = nn.Parameter(torch.ones(width, width, dtype=torch.int8), requires_grad=False)
+        return model
+
+    with pytest.raises(ValueError, match=r"model: weight is torch\.int8 and cannot be rescaled; .* initialize=False"):
+        mup.parametrize(make(64), make(16))
+
+
 class Transposed(nn.Module):
     """A layer with its weight as fan-in x fan-out, as transformers' Conv1D."""
 

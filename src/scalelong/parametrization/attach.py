@@ -116,6 +116,8 @@ def check_unparametrized(model: nn.Module) -> None:
 
 def holders(model: nn.Module) -> Iterator[nn.Module]:
     """The parametrized modules: the model itself, one inside wrappers, or several of its parts."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: must be a torch.nn.Module, got {type(model).__name__}")
     return (module for module in model.modules() if PLAN in module.__dict__)
 
 

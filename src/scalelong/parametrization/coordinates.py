@@ -150,13 +150,16 @@ def coordinate_check(
     require(
         steps >= 1 and seeds >= 1 and lr > 0, "steps", "at least 1, as seeds, with a positive lr", (steps, seeds, lr)
     )
-    if isinstance(parametrization, str) and parametrization not in PARAMETRIZATIONS:
-        raise unknown_name("parametrization", parametrization, PARAMETRIZATIONS)
-    prepare = PARAMETRIZATIONS[parametrization] if isinstance(parametrization, str) else parametrization
     narrow = widths[0] if base_width is None else base_width
+    require(isinstance(narrow, int) and narrow >= 1, "base_width", "a width", narrow)
+    if not callable(parametrization) and parametrization not in PARAMETRIZATIONS:
+        raise unknown_name("parametrization", parametrization, PARAMETRIZATIONS)
+    prepare = parametrization if callable(parametrization) else PARAMETRIZATIONS[parametrization]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         base, other = make_model(narrow), make_model(next(width for width in widths if width != narrow))
+    if not isinstance(other, nn.Module):
+        raise TypeError(f"make_model: must return a torch.nn.Module, got {type(other).__name__}")
     plan = make_plan(other, base_shapes(other, base))
     if all(found.role == "finite" for found in plan.roles.values()):
         raise ValueError(f"make_model: no tensor of this {type(base).__name__} depends on the width; pass it on")
@@ -188,18 +191,22 @@ def coordinate_check(
                 optimizer = torch.optim.Adam(prepare(model, base, lr), lr, eps=1e-12)  # eps is not part of the question
                 for step in range(steps + 1):
                     with _recorded(model) as found:
-                        output = next(tensors_in(run_example(model, call)), None)
+                        tensors = tensors_in(run_example(model, call))
+                    output = next((each for each in tensors if each.is_floating_point() and each.requires_grad), None)
                     if output is None:
-                        raise ValueError(f"make_model: the forward of {type(model).__name__} returns no tensor")
+                        none = "returns no tensor of real numbers that depends on trained parameters"
+                        raise ValueError(f"make_model: the forward of {type(model).__name__} {none}")
                     if step == 0 and not output.isfinite().all():
                         start = f"the output of {type(model).__name__} is not finite before training"
                         norm = f"; if it is divided by the norm of {readouts[0]}, check it without" if readouts else ""
                         raise ValueError(f"make_model: {start}, with readouts at 0{norm}")
-                    for name, value in found.items():
-                        records.setdefault(name, {})[step, at, seed] = value
+                    for name, size in found.items():
+                        records.setdefault(name, {})[step, at, seed] = size
                     target = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
                     optimizer.zero_grad()
-                    (loss(output) if loss else F.mse_loss(output, target.to(output.device))).backward()  # type: ignore[no-untyped-call]
+                    value = loss(output) if loss else F.mse_loss(output, target.to(output.device))
+                    require(value.numel() == 1, "loss", "a function that returns a single number", tuple(value.shape))
+                    value.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
     shape = (steps + 1, len(widths), seeds)
     whole = {name: values for name, values in records.items() if len(values) == math.prod(shape)}

@@ -150,8 +150,8 @@ def fold(model: nn.Module) -> nn.Module:
     """
     if wrapper := wrapper_of(model):
         raise ValueError(f"model: this {type(model).__name__} is not folded; pass the model inside {wrapper}")
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     parts = [*holders(model)]
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     multiply(model, [change for part in parts for change in _folded(part, owners)])
     for part in parts:
         for path in plan_of(part).joined:
@@ -170,9 +170,10 @@ def _folded(model: nn.Module, owners: Mapping[int, int]) -> list[tuple[Tensor, f
         if isinstance(module, nn.Identity):  # timm's q_norm
             queries[path.rpartition(".")[0]] = factor
             continue
-        if getattr(module, "weight", None) is None or owners[id(module.weight)] > 1:
+        weight = module._parameters.get("weight")
+        if weight is None or owners[id(weight)] > 1:
             raise ValueError(f"fold: {path} has no weight of its own to take its multiplier; keep the model as it is")
-        changes.append((module.get_parameter("weight"), factor))
+        changes.append((weight, factor))
         if path in plan.outputs and getattr(module, "bias", None) is not None:
             changes.append((module.get_parameter("bias"), factor))
     for path, factor in queries.items():

@@ -125,6 +125,9 @@ def make_plan(
             if name not in plan.roles or found.role == "input":  # tied to a readout, an embedding stays one
                 law = _law(module, own, parameter, shapes, names, sizes or {}, swapped) if initialize else 1.0
                 initial = found.initial * law if initialize else 1.0
+                if initial != 1 and not (parameter.is_floating_point() or parameter.is_complex()):
+                    kind = f"is {parameter.dtype} and cannot be rescaled; quantize after training and mup.fold"
+                    raise ValueError(f"model: {name} {kind}, or pass initialize=False")
                 multiplier = plan.roles[name].multiplier if name in plan.roles else found.multiplier
                 plan.roles[name] = TensorRole(found.role, found.base, initial, multiplier, found.lr)
     for path, module, size in found_heads:
@@ -132,8 +135,10 @@ def make_plan(
         if factor == 1:
             continue
         queries = [f"{path}.{query}".lstrip(".") for query in query_layers(module)]  # the model itself has no name
-        own = vars(module).get("scaling")  # of transformers: T5 has 1, Gemma and Granite a setting
-        known = not isinstance(own, float | int) or math.isclose(own, size**-0.5, rel_tol=1e-3)
+        own = vars(module).get(
+            "scaling", vars(module).get("scale")
+        )  # transformers' T5 has 1, Gemma a setting; or 1 / d
+        known = isinstance(own, bool) or not isinstance(own, float | int) or math.isclose(own, size**-0.5, rel_tol=1e-3)
         if queries and known:
             plan.outputs.update(dict.fromkeys(queries, factor))
         elif known and uses_scale(module):
