@@ -163,6 +163,14 @@ def test_attention_is_refused_by_its_class_and_number_of_heads() -> None:
     model[0].num_heads = 8
     mup.parametrize(model, nn.ModuleList([meta(Attention, 16, ("query_key_value",))]))  # more heads, of the same size
 
+    class MultiQueryAttention(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.num_heads, self.bias = width // 8, nn.Embedding(300, width // 8)  # by distance
+            self.in_proj, self.out_proj = nn.Linear(width, width + 16), nn.Linear(width, width)
+
+    assert mup.roles(mup.parametrize(MultiQueryAttention(64), meta(MultiQueryAttention, 16)))
+
 
 def test_a_module_with_more_heads_than_rows_is_no_attention() -> None:
     class AttentionBias(nn.Linear):

@@ -41,8 +41,9 @@ def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         elif queries is not None and _single_head(module, queries):
             known[name] = queries.weight.shape[0]
         elif (size > 0) + (heads > 0) + named > 1:
-            widest = max((len(parameter) for parameter in module.parameters() if parameter.dim() > 1), default=0)
-            others[name] = size or widest // heads
+            layers = (each.weight for each in module.modules() if isinstance(each, nn.Linear | nn.Conv2d))
+            width = min((max(weight.shape[:2]) for weight in layers), default=0)  # of the output projection, or fused
+            others[name] = size or width // heads
     for name, size in (known | others).items():
         inside = (path for path in known | others if path != name and path.startswith(f"{name}." if name else ""))
         if size and (name in known or not any(inside)):  # else it is a block, whose attention is inside
