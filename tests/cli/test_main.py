@@ -378,6 +378,24 @@ def test_outputs_and_counts_are_checked_before_the_work(run, arguments, told, mo
     assert told in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("verb", "work"),
+    [
+        (["theory"], "scalelong.lab.verify_theory"),
+        (["kappa", "digits-demo"], "scalelong.cli.kappa.recommend_kappa"),
+        (["coordcheck", "digits-demo"], "scalelong.cli.coordcheck.coordinate_check"),
+    ],
+)
+def test_folders_of_pictures_are_checked_first(verb, work, tmp_path, monkeypatch, capsys) -> None:
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(work, too_late)
+    (tmp_path / "file").touch()
+    assert main([*verb, "--out", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err.endswith("file is a file; choose another folder\n")
+
+
 def test_a_run_that_cannot_be_written_to_is_not_evaluated(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     assert main(["evaluate", str(run), "--extractor", "random-conv", "--num-samples", "4"]) == 1

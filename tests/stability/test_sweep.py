@@ -49,6 +49,12 @@ def test_a_kappa_is_refused_for_methods_without_one() -> None:
         sweep(tiny(), ["ls:0.5"], [0])
 
 
+@pytest.mark.parametrize(("methods", "seeds", "key"), [([], [0], "methods"), (["cs"], [], "seeds")])
+def test_a_sweep_of_nothing_is_refused(methods: list[str], seeds: list[int], key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: must be one or more, got \[\]"):
+        sweep(tiny(), methods, seeds)
+
+
 def test_progress_counts_from_the_start_of_a_run_and_ends_with_it(tmp_path: Path, capsys, monkeypatch) -> None:
     """The second run waits 1,000 s for a core, then takes 10 s a step."""
     configs = sweep(tiny(training_steps=10), ["none"], [0, 1])

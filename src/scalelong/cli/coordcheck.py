@@ -11,6 +11,7 @@ from torch import nn
 
 from scalelong.cli.arguments import PresetName
 from scalelong.cli.open_model import from_config
+from scalelong.files import check_writable
 from scalelong.parametrization.coordinates import coordinate_check, plot
 from scalelong.runs.presets import get_preset
 from scalelong.runs.settings import ModelSettings, MupSettings, RunConfig
@@ -39,6 +40,7 @@ class Coordcheck:
 def main(arguments: list[str]) -> None:
     """Check both parametrizations, print, plot."""
     command = tyro.cli(Coordcheck, args=arguments, prog="scalelong coordcheck")
+    check_writable(Path(command.out))
     config = replace(get_preset(command.preset), mup=MupSettings())
     if command.depth:
         config = replace(config, model=shallow(config.model, command.depth))

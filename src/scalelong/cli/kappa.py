@@ -15,6 +15,7 @@ from scalelong.cli.open_model import count_skips, known_config
 from scalelong.data import load_source
 from scalelong.diffusion import get_process
 from scalelong.errors import unknown_name
+from scalelong.files import check_writable
 from scalelong.runs.presets import PRESETS
 from scalelong.runs.settings import DataSettings, DiffusionSettings, RunConfig
 from scalelong.stability.kappa import Recommendation, plot, recommend_kappa
@@ -47,6 +48,7 @@ class Kappa:
 def main(arguments: list[str]) -> None:
     """Sample, recommend, plot."""
     command = tyro.cli(Kappa, args=arguments, prog="scalelong kappa")
+    check_writable(Path(command.out))
     config = known_config(command.model)
     if config is None and command.data is None:
         if not Path(command.model).exists() and ":" not in command.model:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import tyro
 
+from scalelong.files import check_writable
+
 
 @dataclass(frozen=True)
 class Theory:
@@ -27,8 +29,9 @@ def main(arguments: list[str]) -> None:
     from scalelong.lab import as_text, draw, verdicts, verify_theory, write
 
     out, started = Path(command.out), time.perf_counter()
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out)
     studies = verify_theory(command.quick, command.seed)
+    out.mkdir(parents=True, exist_ok=True)
     files = write(studies, out)
     print(verdicts(studies), end="\n\n")
     print(as_text([finding for study in studies for finding in study.findings]))

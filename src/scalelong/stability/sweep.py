@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from scalelong.errors import NonFiniteError, StoppedError
+from scalelong.errors import NonFiniteError, StoppedError, require
 from scalelong.progress import Progress, hide
 from scalelong.runs import METRICS
 from scalelong.runs.events import read_events
@@ -34,6 +34,8 @@ def sweep(
     >>> list(sweep(RunConfig(), ["none", "cs:0.5"], seeds=[0, 1]))
     ['none-seed0', 'none-seed1', 'cs0.5-seed0', 'cs0.5-seed1']
     """
+    for key, given in (("methods", methods), ("seeds", seeds)):
+        require(len(given) > 0, key, "one or more", [*given])
     configs = {}
     for name in methods:
         method, _, kappa = name.partition(":")
