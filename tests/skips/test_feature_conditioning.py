@@ -288,6 +288,7 @@ class Layout(nn.Module):
         super().__init__()
         layers = (nn.Conv1d(6, 12, 3, padding=1), nn.ConvTranspose1d(12, 6, 3, padding=1))
         self.blocks = nn.ModuleList(layers if convolutions else (nn.Linear(6, 12), nn.Linear(12, 6)))
+        self.blocks[0].logit_scale = nn.Parameter(torch.ones(2, 1, 1))  # as in Swin V2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

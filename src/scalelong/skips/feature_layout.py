@@ -43,8 +43,8 @@ def channels_of(module: nn.Module, output: Tensor) -> int:
         widths = {shape[0] for shape in shapes if len(shape) == 3}
         widths |= {part.out_channels for part in module.modules() if isinstance(part, nn.ConvTranspose1d)}
         return int(output.shape[1] in widths - {1})
-    widths = {shape[0] for shape in shapes if len(shape) == 2}
-    linear = output.ndim > 3 and all(len(shape) < 3 for shape in shapes)
+    widths = {shape[0] for shape in shapes if len(shape) > 1 and shape[1] > 1}
+    linear = output.ndim > 3 and all(len(shape) < 4 for shape in shapes)  # Swin V2 has scales (heads, 1, 1)
     return output.ndim - 1 if linear and output.shape[-1] in widths and output.shape[1] not in widths else 0
 
 
