@@ -198,10 +198,7 @@ def test_diverged_runs_are_left_out_and_named(tmp_path: Path) -> None:
     assert comparison.horizon == 40
     assert [group.seeds for group in comparison.groups] == [[0], [0]]
     (left_out,) = [note for note in notes(comparison) if "diverged" in note]
-    assert (
-        left_out
-        == f"Left out: {comparison.left_out[0].folder}: diverged at step 12 of 40 (non-finite loss or gradient)."
-    )
+    assert left_out.startswith(f"Left out: {comparison.left_out[0].folder}: diverged at step 12 of 40 (")
     alone = compare_runs(read_runs([diverged])[0])
     assert notes(alone)[0] == left_out.removeprefix("Left out: ")
 

@@ -55,7 +55,7 @@ def test_a_run_that_diverged_is_an_alarm_and_is_not_to_be_continued(tmp_path) ->
     found = diagnose(run / "metrics.jsonl")  # as completed by a shell
     steps = about(found, "steps")
     assert steps.alarming
-    assert steps.text == "The run ended at step 57 of 300: its loss or gradient was not finite."
+    assert steps.text == "The run ended at step 57 of 300: non-finite loss or gradient, or too many spikes."
     assert not any("repeat the training command" in sentence.text for sentence in found)
     advice = [sentence.text for sentence in found if sentence.about == "try"]
     assert "--optimizer.warmup-steps" in advice[0]

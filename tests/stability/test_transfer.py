@@ -9,7 +9,7 @@ import matplotlib
 import pytest
 
 from scalelong.cli.main import main
-from scalelong.stability.transfer import Point, optima, plot, summary, transfer_grid
+from scalelong.stability.transfer import Point, loss_of, optima, plot, summary, transfer_grid
 from tests.training.tiny import tiny
 
 
@@ -63,3 +63,11 @@ def test_the_command_trains_resumes_and_reports(tmp_path, capsys) -> None:
     assert (tmp_path / "transfer-lr.png").stat().st_size > 1000
     assert main(command) == 0
     assert capsys.readouterr().out == first
+
+
+def test_a_diverged_run_has_no_loss_and_is_not_trained_again(tmp_path) -> None:
+    config = tiny(optimizer_lr=1e30, optimizer_warmup_steps=0)
+    assert loss_of(config, tmp_path / "run") is None
+    before = (tmp_path / "run" / "metrics.jsonl").stat()
+    assert loss_of(config, tmp_path / "run") is None
+    assert (tmp_path / "run" / "metrics.jsonl").stat() == before

@@ -282,7 +282,8 @@ def _about_run(run: Run) -> list[str]:
 
 
 def _divergence(run: Run) -> str:
-    return f"diverged at step {count(run.diverged or 0)} of {count(run.config.training.steps)} (non-finite loss or gradient)."
+    step, planned = count(run.diverged or 0), count(run.config.training.steps)
+    return f"diverged at step {step} of {planned} (non-finite loss or gradient, or too many spikes)."
 
 
 def _about_metric(comparison: Comparison, metric: Metric) -> list[str]:

@@ -65,7 +65,7 @@ class Run:
     validation: Records = field(default_factory=Records)
     validated_on: frozenset[str] = frozenset()  # split and number of images
     linear_probes: tuple[Record, ...] = ()
-    diverged: int | None = None  # the step that ended the run, with a non-finite loss or gradient
+    diverged: int | None = None  # the step at which the run ended with a NonFiniteError
 
     @property
     def label(self) -> str:

@@ -119,7 +119,7 @@ def _block_gradients(run: Run) -> list[Sentence]:
 
 def _steps(run: Run) -> list[Sentence]:
     if (at := run.diverged) is not None:
-        text = f"The run ended at step {at} of {run.config.training.steps}: its loss or gradient was not finite."
+        text = f"The run ended at step {at} of {run.config.training.steps}: non-finite loss or gradient, or too many spikes."
         return [Sentence("steps", text, at, True)]
     skipped = int(max(run.column("train", "skipped")[1], default=0))
     text = f"{skipped} of {run.last_step} steps were skipped because their loss or gradient was not finite."

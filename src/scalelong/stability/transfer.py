@@ -29,7 +29,6 @@ from scalelong.training.ranks import is_main_rank
 
 logger = logging.getLogger(__name__)
 RESULTS = "transfer.json"
-DIVERGED = "diverged"  # file in the folder of a run whose loss was not finite
 PARAMETRIZATIONS = ("mup", "standard")
 
 
@@ -103,15 +102,19 @@ def loss_of(config: RunConfig, folder: Path) -> float | None:
     """Train in `folder` unless complete, and return the mean training loss over the last tenth; None if not finite."""
     check_folder(folder, config)
     complete = max(checkpoints(folder), default=0) >= config.training.steps
-    if not complete and not (folder / DIVERGED).is_file():
+    if not complete and not _diverged(folder):
         try:
             trainer = Trainer(config, folder)
             trainer.run()
             if trainer.stopping:
                 raise RuntimeError(f"stopped in {folder.name} at step {trainer.step}; repeat the command to continue")
         except NonFiniteError as error:
-            write_text(folder / DIVERGED, f"{error}\n")
-    return None if (folder / DIVERGED).is_file() else final_loss(folder)
+            logger.warning("%s: %s", folder, error)
+    return None if _diverged(folder) else final_loss(folder)
+
+
+def _diverged(folder: Path) -> bool:
+    return (folder / METRICS).is_file() and any(record.get("kind") == "diverged" for record in read_events(folder)[0])
 
 
 def final_loss(folder: Path) -> float:
