@@ -289,6 +289,7 @@ class Layout(nn.Module):
         layers = (nn.Conv1d(6, 12, 3, padding=1), nn.ConvTranspose1d(12, 6, 3, padding=1))
         self.blocks = nn.ModuleList(layers if convolutions else (nn.Linear(6, 12), nn.Linear(12, 6)))
         self.blocks[0].logit_scale = nn.Parameter(torch.ones(2, 1, 1))  # as in Swin V2
+        self.blocks[0].depthwise = nn.Conv2d(12, 12, 3, groups=12)  # as in MambaOut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

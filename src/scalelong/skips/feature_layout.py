@@ -32,7 +32,7 @@ def named_output(output: Any, name: str, key: str) -> Tensor | None:
 def channels_of(module: nn.Module, output: Tensor) -> int:
     """The dimension of the channels of a module's output; 0: the usual one.
 
-    Inferred from its weights: a convolution returns (B, D, T), a module of linear layers only (B, H, W, D).
+    Inferred from its weights: a convolution returns (B, D, T), linear layers without convolutions (B, H, W, D).
 
     >>> import torch
     >>> channels_of(nn.Conv1d(2, 4, 3), torch.zeros(1, 4, 8)), channels_of(nn.Linear(2, 4), torch.zeros(1, 8, 8, 4))
@@ -43,8 +43,8 @@ def channels_of(module: nn.Module, output: Tensor) -> int:
         widths = {shape[0] for shape in shapes if len(shape) == 3}
         widths |= {part.out_channels for part in module.modules() if isinstance(part, nn.ConvTranspose1d)}
         return int(output.shape[1] in widths - {1})
-    widths = {shape[0] for shape in shapes if len(shape) > 1 and shape[1] > 1}
-    linear = output.ndim > 3 and all(len(shape) < 4 for shape in shapes)  # Swin V2 has scales (heads, 1, 1)
+    widths = {shape[0] for shape in shapes if len(shape) == 2 or shape[1:].numel() > 1}  # not Swin V2's (heads, 1, 1)
+    linear = output.ndim > 3 and all(len(shape) < 4 or shape[1] == 1 for shape in shapes)  # 1: depthwise convolutions
     return output.ndim - 1 if linear and output.shape[-1] in widths and output.shape[1] not in widths else 0
 
 
