@@ -4,7 +4,7 @@ Block and level are selected on held-out training images; test accuracy is measu
 
 Example: scalelong probe runs/cifar10-uvit-s2-cs-seed0
 
-Example: scalelong probe runs/demo/cs --levels 5 --no-floors
+Example: scalelong probe runs/demo/cs-seed0 --levels 5 --no-floors
 """
 
 from __future__ import annotations
