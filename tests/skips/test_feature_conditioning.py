@@ -174,6 +174,8 @@ def test_bad_input_is_refused() -> None:
     for container in (nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict()):
         with pytest.raises(TypeError, match=f"a {type(container).__name__} would run the conditioning as a layer"):
             scalelong.condition_on_features(container)
+        with pytest.raises(TypeError, match=f"a {type(container).__name__} would run the gates as a layer"):
+            scalelong.apply(container, "cs", example=torch.zeros(1, 2))
 
 
 class TwoStreams(nn.Module):

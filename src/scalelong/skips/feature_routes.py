@@ -58,9 +58,7 @@ def condition_on_features(
     tensor([0.], requires_grad=True)
     """
     hooks.check_unwrapped(model)
-    if isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-        kind = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch."))
-        raise TypeError(f"model: a {kind} would run the conditioning as a layer; make it an attribute of a module")
+    hooks.check_no_container(model, "the conditioning")
     if has_hooks(model):
         twice = f"this {type(model).__name__}, or a model inside or around it, is conditioned on its features already"
         raise ValueError(f"model: {twice}; call scalelong.remove(model, 'features') first")

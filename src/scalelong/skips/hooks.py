@@ -205,9 +205,14 @@ def check_unscaled(model: nn.Module) -> None:
             "build it without (scalelong=0), or use scalelong.load_official_uvit for weights of the public U-ViT code"
         )
         raise ValueError(f"model: {twice}; {remedy}")
-    if isinstance(model, nn.Sequential):
-        name = type(model).__name__
-        raise TypeError(f"model: a {name} would run the gates as a layer; make it an attribute of a module, scale that")
+    check_no_container(model, "the gates")
+
+
+def check_no_container(model: nn.Module, added: str) -> None:
+    """Raise if the model runs or hands out its children one by one, and so would what is added to it."""
+    if isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        kind = next(cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch."))
+        raise TypeError(f"model: a {kind} would run {added} as a layer; make it an attribute of a module and pass that")
 
 
 def wrapper_of(model: nn.Module) -> str | None:
