@@ -22,6 +22,7 @@ from scalelong.stability.transfer import optima, summary
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments" / "transfer"))
 
+from settings import load  # noqa: E402
 from sweep import STORED, read_results  # noqa: E402
 
 RESULTS, DOCS = ROOT / "experiments" / "results", ROOT / "docs"
@@ -54,6 +55,12 @@ MEASURED = {
         "first (seen)": "top-1, second judge",
         "± (seen)": "± ",
         "five (seen)": "top-5, second judge",
+    },
+    "head-start-cifar": {
+        "measure": "measure",
+        "run": "run",
+        "mean": "mean ± sd",
+        "minus none": "minus none, same seed",
     },
     "features-cpu": {
         "run": "run",
@@ -207,7 +214,7 @@ def main() -> None:
     for over in ("lr", "kappa"):
         fill(DOCS / "mup.md", f"transfer over {over}", transfer_table(over))
     for folder, columns in MEASURED.items():
-        page = "features.md" if folder.startswith("features") else "reproduce.md"
+        page = load(folder.rpartition("-")[0]).page.partition("#")[0]
         fill(DOCS / page, folder, measured_table(folder, columns))
 
 
