@@ -60,7 +60,7 @@ MEASURED = {
         "measure": "measure",
         "run": "run",
         "mean": "mean ± sd",
-        "minus none": "minus none, same seed",
+        "minus none, lr 0.002": "minus none, same seed",
     },
     "features-cpu": {
         "run": "run",
