@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -185,6 +186,23 @@ def test_what_is_called_level_is_what_two_unscaled_runs_differ_by() -> None:
     assert (round(abs(loss), 1), round(abs(fid - base), 1)) == (study_table.LEVEL_LOSS, study_table.LEVEL_FID)
     mild = max(found[study_table.MILD], key=lambda pair: pair.last)
     assert mild.base_fid == found[study_table.AGAIN][0].fid  # the unscaled run of the same kernels
+
+
+def test_the_page_says_which_rate_is_best() -> None:
+    import study_rates
+    import study_table
+
+    found = study_rates.found_rates(study_table.PIECE)
+    best = study_rates.best(found)
+    with study_table.CURVES.open(newline="") as file:
+        ends = [row for row in csv.DictReader(file) if (row["step"], row["seed"]) == (str(study_rates.END), "1")]
+    for method in ("none", "ls"):
+        rates = {row["experiment"]: float(row["test_loss"]) for row in ends if row["method"] == method}
+        assert best[method][1] == min(rates.values())
+    assert best["none"][0] == 5e-4
+    assert all(loss > best["none"][1] for method, (_, loss) in best.items() if method != "none")
+    row = next(row for row in study_rates.rate_table(found, {}).splitlines() if row.startswith("| ls |"))
+    assert re.findall(r"\*\*(\S+) ", row) == [f"{best['ls'][1]:.5f}"]
 
 
 def test_the_advice_of_kappa_is_that_of_the_study() -> None:
