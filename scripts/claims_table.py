@@ -122,7 +122,7 @@ def _learned() -> Iterator[tuple[str, str, str, str, str]]:
 def _rates() -> Iterator[tuple[str, str, str, str, str]]:
     """The methods of the study, each at its own best rate."""
     said = best_rates(found_rates(STUDIED), {})
-    yield f"each at its best rate, {said}", "inconclusive: one seed", "1", f"{SCALE}, {END:,} steps", COMMAND
+    yield f"each at its best rate: {said}", "inconclusive: one seed", "1", f"{SCALE}, {END:,} steps", COMMAND
 
 
 def _study(column: str) -> Iterator[tuple[str, str, str, str, str]]:

@@ -15,18 +15,25 @@ def found_rates(piece: str) -> Found:
     """All runs of one seed that differ from those of `piece` in method and rate only, for methods with several rates."""
     rates = {name: about["settings"]["lr"] for name, about in read_meta(RESULTS)["pieces"].items()}
     found: Found = {}
-    for row in comparable(RESULTS, piece, free=("lr",)):
+    rows = comparable(RESULTS, piece, free=("lr",))
+    for row in sorted(
+        rows, key=lambda row: row["method"] == AGAIN
+    ):  # which takes the place of the run with older kernels
         if int(row["seed"]) == SEED:
-            method = BASELINE if row["method"] == AGAIN else row["method"]  # the later one: newer kernels
+            method = BASELINE if row["method"] == AGAIN else row["method"]
             steps = found.setdefault(method, {}).setdefault(rates[row["experiment"]], {})
             steps[int(row["step"])] = (float(row["test_loss"]), row["fid"])
     return {method: own for method, own in found.items() if len(own) > 1}
 
 
+def at_end(found: Found) -> dict[str, dict[float, float]]:
+    """The loss at the end by method and rate, of the runs that reached it."""
+    return {m: {rate: steps[END][0] for rate, steps in own.items() if END in steps} for m, own in found.items()}
+
+
 def best(found: Found) -> dict[str, tuple[float, float]]:
     """The rate with the lowest loss at the end, and that loss, by method."""
-    ends = {m: {rate: steps[END][0] for rate, steps in own.items() if END in steps} for m, own in found.items()}
-    return {method: min(own.items(), key=lambda item: item[1]) for method, own in ends.items()}
+    return {method: min(own.items(), key=lambda item: item[1]) for method, own in at_end(found).items()}
 
 
 def rate_table(found: Found, names: dict[str, str]) -> str:
@@ -51,8 +58,9 @@ def rate_table(found: Found, names: dict[str, str]) -> str:
 
 
 def best_rates(found: Found, names: dict[str, str]) -> str:
-    """Each method's lowest loss with its rate, relative to the unscaled network's lowest."""
-    base_rate, base = best(found)[BASELINE]
-    others = [(method, *each) for method, each in best(found).items() if method != BASELINE]
-    said = [f"{names.get(m, m)} {100 * (loss / base - 1):+.1f}% at {rate:g}" for m, rate, loss in others]
-    return f"test loss against the unscaled network at {base_rate:g}: {'; '.join(said)} (1 seed)"
+    """Each method's lowest loss, with its rate and the number of rates tried, relative to the unscaled network's lowest."""
+    rates = {m: f"at {rate:g} (best of {len(at_end(found)[m])})" for m, (rate, _) in best(found).items()}
+    base = best(found)[BASELINE][1]
+    others = {method: loss for method, (_, loss) in best(found).items() if method != BASELINE}
+    said = [f"{names.get(m, m)} {100 * (loss / base - 1):+.1f}% {rates[m]}" for m, loss in others.items()]
+    return f"test loss against the unscaled network {rates[BASELINE]}: {'; '.join(said)}; 1 seed"

@@ -284,7 +284,7 @@ class FastBlock(Block):
         return block(x, flat, self.norms, self.attn.heads, skip, coefficients, factor, keep)[0].view(shape)
 
     def scaled_flat(self) -> Tensor:
-        """`flat`; where the residual branches are scaled, their last layers are instead of what these put out."""
+        """`flat`; if a method scales the outputs of attention and MLP, with their last layers scaled instead."""
         attachment = vars(self.attn).get(ATTACHMENT)
         if attachment is None:
             return self.flat

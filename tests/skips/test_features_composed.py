@@ -152,17 +152,22 @@ def test_compiles(make: Any) -> None:
     assert conditioning.gate.grad is not None
 
 
+def checkpointed_dit() -> tuple[Any, Any]:
+    """A conditioned DiT that recomputes its blocks, and its call."""
+    case = dit()
+    model = case[0].train()
+    model.enable_gradient_checkpointing()
+    with torch.no_grad():
+        condition(case).gate.fill_(1.0)
+    return model, case
+
+
 @pytest.mark.slow
 def test_a_compiled_model_with_activation_checkpoints() -> None:
     """Dynamo runs the checkpointed blocks eagerly, and again in the backward pass."""
     gradients = []
     for compiled in (False, True):
-        case = dit()
-        model = case[0].train()
-        model.enable_gradient_checkpointing()
-        conditioning = condition(case)
-        with torch.no_grad():
-            conditioning.gate.fill_(1.0)
+        model, case = checkpointed_dit()
         output(case, torch.compile(model, backend="aot_eager") if compiled else None).square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
@@ -186,12 +191,7 @@ def test_a_forward_without_gradients_before_the_backward() -> None:
     """As in consistency training, whose targets are those of the network itself: the gradients stay the same."""
     gradients = []
     for between in (False, True):
-        case = dit()
-        model = case[0].train()
-        model.enable_gradient_checkpointing()
-        conditioning = condition(case)
-        with torch.no_grad():
-            conditioning.gate.fill_(1.0)
+        model, case = checkpointed_dit()
         loss = output(case).square().mean()
         if between:
             with torch.no_grad():

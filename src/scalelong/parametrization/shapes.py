@@ -135,9 +135,8 @@ def make_plan(
         if factor == 1:
             continue
         queries = [f"{path}.{query}".lstrip(".") for query in query_layers(module)]  # the model itself has no name
-        own = vars(module).get(
-            "scaling", vars(module).get("scale")
-        )  # transformers' T5 has 1, Gemma a setting; or 1 / d
+        settings = vars(module)
+        own = settings.get("scaling", settings.get("scale"))  # of transformers: T5 has 1, Gemma a setting
         known = isinstance(own, bool) or not isinstance(own, float | int) or math.isclose(own, size**-0.5, rel_tol=1e-3)
         if queries and known:
             plan.outputs.update(dict.fromkeys(queries, factor))
